@@ -1,0 +1,1 @@
+"""From a table-layout spec to kernel source and binaries. Never imports torch."""

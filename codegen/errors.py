@@ -1,0 +1,27 @@
+"""Failures that a user can cause or must act on. Each message says what, which, why and the remedy."""
+
+from __future__ import annotations
+
+
+class EmbforgeError(Exception):
+    """Base of every expected failure of this package."""
+
+
+class SpecError(EmbforgeError, ValueError):
+    """A spec that cannot be built: names the table or feature, the field, the value and what is allowed."""
+
+
+class PlanError(EmbforgeError, ValueError):
+    """A plan field outside its allowed values, or a plan text that cannot be read back."""
+
+
+class CompileError(EmbforgeError, RuntimeError):
+    """A compiler refused generated source. The message holds its log beside numbered source lines."""
+
+
+class ToolchainError(EmbforgeError, RuntimeError):
+    """A compiler or library that a target needs is not on this machine. The message holds the remedy."""
+
+
+class MissingKernelError(EmbforgeError, RuntimeError):
+    """No binary for a plan was found and building one is forbidden (EMBFORGE_JIT=0)."""

@@ -1,0 +1,78 @@
+"""The tunable fields of a plan, per target: meaning, allowed values and sound defaults in one place.
+
+None of them changes a bit of any result. The tuner's space, the manifest and the errors read the
+same `choices`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from embforge.codegen.errors import PlanError
+
+
+def tunable(default: Any, choices: tuple[Any, ...], doc: str) -> Any:
+    """A dataclass field with its allowed values and its meaning."""
+    return field(default=default, metadata={"choices": choices, "doc": doc})
+
+
+class _Checked:
+    """Refuses a value outside the field's choices, naming the field, the value and the choices."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            value, choices = getattr(self, item.name), item.metadata["choices"]
+            if value not in choices:
+                raise PlanError(
+                    f"plan field {item.name}={value!r} is not allowed; allowed: {', '.join(map(str, choices))}"
+                )
+
+
+@dataclass(frozen=True)
+class CpuParams(_Checked):
+    """How the CPU forward kernel walks its rows."""
+
+    prefetch_bytes: int = tunable(
+        2048, (0, 512, 1024, 2048, 4096, 8192), "bytes of rows requested ahead of the row being added"
+    )
+    tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running sum")
+    grain_bytes: int = tunable(
+        65536, (16384, 65536, 262144), "bytes of rows below which another thread is not worth waking"
+    )
+    stream_stores: bool = tunable(False, (False, True), "write results past the cache")
+
+
+@dataclass(frozen=True)
+class CudaParams(_Checked):
+    """How the CUDA forward kernel maps bags to lanes and keeps loads in flight."""
+
+    block: int = tunable(256, (128, 256, 512), "threads a block")
+    pipeline: tuple[int, int] = tunable(
+        (4, 4),
+        ((2, 6), (2, 8), (4, 3), (4, 4), (4, 6), (8, 2), (8, 3), (8, 4)),
+        "(rows in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice, because "
+        "without the second the compiler trades the first away",
+    )
+    vector_bytes: int = tunable(32, (8, 16, 32), "widest row load; 32 acts on sm_100 and later, as 16 before")
+    id_tile: int = tunable(1024, (512, 1024, 2048), "ids a block stages in shared memory at a time")
+    bags_per_block: int = tunable(128, (32, 64, 128, 256), "most bags a block owns")
+    interleave: int = tunable(4, (1, 2, 4, 8), "bags a group of lanes streams through at least (one-hot interleave)")
+    cache_hint: str = tunable(
+        "no_allocate", ("no_allocate", "evict_last", "default"), "what a row load tells the L1 cache"
+    )
+    long_bag: int = tunable(1024, (256, 1024, 4096), "ids past which a bag is split over blocks")
+
+
+Params = CpuParams | CudaParams
+PARAMS: dict[str, type[CpuParams] | type[CudaParams]] = {"cpu": CpuParams, "cuda": CudaParams}
+
+
+def params_from(target: str, values: dict[str, Any]) -> Params:
+    """Params of a target from plain data; `PlanError` names an unknown field."""
+    cls = PARAMS[target]
+    known = {f.name for f in fields(cls)}
+    for key in values:
+        if key not in known:
+            raise PlanError(f"plan field {key!r} does not exist for target {target}; allowed: {', '.join(sorted(known))}")
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

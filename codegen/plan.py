@@ -1,0 +1,94 @@
+"""A plan: op x target x layout x launch parameters. It fully determines one generated source file.
+
+Its canonical text rebuilds it in a fresh process; its URI (readable + short hash of that text) names
+directory, symbol and log line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from embforge.codegen.buckets import Bucket, buckets_of
+from embforge.codegen.dtypes import ID_DTYPES
+from embforge.codegen.errors import PlanError
+from embforge.codegen.layout import CollectionLayout, layout_of
+from embforge.codegen.params import PARAMS, Params, params_from
+from embforge.codegen.spec import CollectionSpec
+
+PLAN_SCHEMA = 1
+"""Raised whenever the meaning of a plan's text changes, so that no old binary answers to a new plan."""
+
+OPS = ("forward",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kernel to be generated. `arch` is `sm_90` for cuda, an instruction set such as `avx512` for cpu."""
+
+    op: str
+    target: str
+    arch: str
+    id_dtype: str
+    spec: CollectionSpec
+    params: Params
+
+    def __post_init__(self) -> None:
+        _check("op", self.op, OPS)
+        _check("target", self.target, tuple(PARAMS))
+        _check("id_dtype", self.id_dtype, ID_DTYPES)
+        if not isinstance(self.params, PARAMS[self.target]):
+            raise PlanError(f"plan field params={self.params!r} does not fit target {self.target!r}")
+
+    @cached_property
+    def layout(self) -> CollectionLayout:
+        return layout_of(self.spec)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return buckets_of(self.layout)
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: equal plans have equal text."""
+        data = {
+            "schema": PLAN_SCHEMA,
+            "op": self.op,
+            "target": self.target,
+            "arch": self.arch,
+            "id_dtype": self.id_dtype,
+            "spec": self.spec.to_dict(),
+            "params": asdict(self.params),
+        }
+        return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def uri(self) -> str:
+        """A C identifier: `forward_cpu_avx512_dlrm_26t_26f_int64_1f0c2a9b`."""
+        name = re.sub(r"[^A-Za-z0-9]+", "_", self.spec.name or "collection")[:40]
+        shape = f"{len(self.spec.tables)}t_{len(self.spec.features)}f"
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:10]
+        return f"{self.op}_{self.target}_{self.arch}_{name}_{shape}_{self.id_dtype}_{digest}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """The plan that has this canonical text. `PlanError` if it is of another schema or not one at all."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            schema = data.pop("schema")
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"not a plan's canonical text: {text[:80]!r}; take it from Plan.text") from error
+        if schema != PLAN_SCHEMA:
+            raise PlanError(f"plan text of schema {schema}, this embforge reads {PLAN_SCHEMA}; make the plan anew")
+        data["spec"] = CollectionSpec.from_dict(data["spec"])
+        data["params"] = params_from(data["target"], data["params"])
+        return cls(**data)
+
+
+def _check(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise PlanError(f"plan field {field}={value!r} is not known; allowed: {', '.join(allowed)}")

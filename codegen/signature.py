@@ -1,0 +1,66 @@
+"""The one description of a kernel's arguments: prototypes, launchers, manifests and docs all read it.
+
+`int64_t` scalars and pointers only: what every launcher can pass. `id_t` is the plan's id type,
+`out_t` the collection's output type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Target = str
+ALL_TARGETS: tuple[Target, ...] = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel, in C spelling."""
+
+    name: str
+    c_type: str
+    doc: str
+    targets: tuple[Target, ...] = ALL_TARGETS
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.c_type.endswith("*")
+
+
+METADATA_WORDS = ("address", "rows")
+"""What `metadata` holds for each table, in this order, as int64.
+
+`rows` is the limit ids are checked against; bounds_check="unchecked" stores -1 there, which as an
+unsigned number lets every id pass.
+"""
+
+FORWARD: tuple[Argument, ...] = (
+    Argument("metadata", "const int64_t*", "per table: " + ", ".join(METADATA_WORDS)),
+    Argument("values", "const id_t*", "num_values ids of all bags"),
+    Argument("offsets", "const id_t*", "features * batch + 1 bag borders in values, feature-major"),
+    Argument("weights", "const float*", "num_values weights, or null: all ones"),
+    Argument("pooled", "out_t*", "[batch, output_width] result of all features that are not 'none'"),
+    Argument("sequence", "out_t*", "rows of the 'none' features, one feature after the other"),
+    Argument("batch", "int64_t", "samples"),
+    Argument("num_values", "int64_t", "ids in values"),
+    Argument("status", "int64_t*", "device words for the first bad input, see status layout", ("cuda",)),
+    Argument("scratch", "float*", "partial sums of long bags", ("cuda",)),
+    Argument("queue", "int64_t*", "counters and work items of long bags", ("cuda",)),
+    Argument("parallel_for", "parallel_for_t", "torch's thread pool, or null: run serially", ("cpu",)),
+    Argument("threads", "int64_t", "threads to split the work over", ("cpu",)),
+)
+
+
+def arguments_of(target: Target) -> tuple[Argument, ...]:
+    """The forward kernel's arguments on one target, in call order."""
+    return tuple(a for a in FORWARD if target in a.targets)
+
+
+def prototype(target: Target, indent: str = "    ") -> str:
+    """The C parameter list, one argument a line with its meaning."""
+    arguments = arguments_of(target)
+    lines = []
+    for position, argument in enumerate(arguments):
+        restrict = " __restrict__" if argument.is_pointer else ""
+        comma = "," if position + 1 < len(arguments) else ""
+        lines.append(f"{indent}{argument.c_type}{restrict} {argument.name}{comma}  // {argument.doc}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Jinja templates of CUDA and C++ source, found by package path."""

@@ -25,3 +25,7 @@ class ToolchainError(EmbforgeError, RuntimeError):
 
 class MissingKernelError(EmbforgeError, RuntimeError):
     """No binary for a plan was found and building one is forbidden (EMBFORGE_JIT=0)."""
+
+
+class CacheError(EmbforgeError, RuntimeError):
+    """The kernel cache has no safe place to live. The message holds the remedy."""

@@ -64,8 +64,17 @@ class CudaParams(_Checked):
     long_bag: int = tunable(1024, (256, 1024, 4096), "ids past which a bag is split over blocks")
 
 
-Params = CpuParams | CudaParams
-PARAMS: dict[str, type[CpuParams] | type[CudaParams]] = {"cpu": CpuParams, "cuda": CudaParams}
+@dataclass(frozen=True)
+class ReferenceParams(_Checked):
+    """The reference has nothing to tune."""
+
+
+Params = CpuParams | CudaParams | ReferenceParams
+PARAMS: dict[str, type[CpuParams] | type[CudaParams] | type[ReferenceParams]] = {
+    "cpu": CpuParams,
+    "cuda": CudaParams,
+    "reference": ReferenceParams,
+}
 
 
 def params_from(target: str, values: dict[str, Any]) -> Params:

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 @cache
 def _environment() -> Environment:
     return Environment(
-        loader=PackageLoader("embforge", "templates"),
+        loader=PackageLoader("embforge.templates", ""),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,1 +1,64 @@
-""""""
+"""embforge: fused embedding kernels generated for your spec. `import embforge as ef`.
+
+Importing it loads neither torch nor pydantic nor cuda: every public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from embforge.codegen.errors import CacheError as CacheError
+    from embforge.codegen.errors import CompileError as CompileError
+    from embforge.codegen.errors import EmbforgeError as EmbforgeError
+    from embforge.codegen.errors import MissingKernelError as MissingKernelError
+    from embforge.codegen.errors import PlanError as PlanError
+    from embforge.codegen.errors import SpecError as SpecError
+    from embforge.codegen.errors import ToolchainError as ToolchainError
+    from embforge.codegen.params import CpuParams as CpuParams
+    from embforge.codegen.params import CudaParams as CudaParams
+    from embforge.codegen.spec import CollectionSpec as CollectionSpec
+    from embforge.codegen.spec import FeatureSpec as FeatureSpec
+    from embforge.codegen.spec import TableSpec as TableSpec
+    from embforge.collection import EmbeddingCollection as EmbeddingCollection
+    from embforge.explain import explain as explain
+    from embforge.jagged import Jagged as Jagged
+
+    __version__: str
+
+_HOME = {
+    "CacheError": "embforge.codegen.errors",
+    "CollectionSpec": "embforge.codegen.spec",
+    "CompileError": "embforge.codegen.errors",
+    "CpuParams": "embforge.codegen.params",
+    "CudaParams": "embforge.codegen.params",
+    "EmbeddingCollection": "embforge.collection",
+    "EmbforgeError": "embforge.codegen.errors",
+    "FeatureSpec": "embforge.codegen.spec",
+    "Jagged": "embforge.jagged",
+    "MissingKernelError": "embforge.codegen.errors",
+    "PlanError": "embforge.codegen.errors",
+    "SpecError": "embforge.codegen.errors",
+    "TableSpec": "embforge.codegen.spec",
+    "ToolchainError": "embforge.codegen.errors",
+    "explain": "embforge.explain",
+}
+
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("embforge")
+    if name not in _HOME:
+        raise AttributeError(f"module 'embforge' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,1 +1,39 @@
-""""""
+"""One file a target. A target is a table of facts and a compiler: source -> bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.plan import Plan
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the rest of the toolchain needs to know about a target."""
+
+    name: str
+    template: str
+    source_suffix: str
+    binary_suffix: str
+    facts: Callable[[Plan], dict[str, Any]]
+    """Everything the template names, decided in Python."""
+    compile: Callable[[Plan, Path], bytes]
+    """The binary of the plan's rendered source file. `CompileError` shows the log beside numbered lines."""
+    fingerprint: Callable[[Plan], dict[str, str]]
+    """Labelled facts beside the source that decide the binary: compiler version, resolved flags."""
+    resources: Callable[[Plan, bytes], list[dict[str, Any]]]
+    """Per kernel symbol in the binary: registers, spill_bytes, shared_bytes, occupancy, ... (empty for cpu)."""
+
+
+def target_named(name: str) -> Target:
+    """The target of that name, imported on first use so that no target pays for another's toolchain."""
+    if name == "cpu":
+        from embforge.codegen.targets.cpu import CPU
+
+        return CPU
+    from embforge.codegen.targets.cuda import CUDA
+
+    return CUDA

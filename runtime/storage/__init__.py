@@ -1,1 +1,1 @@
-""""""
+"""Where tables live. One file a kind of storage."""

@@ -1,0 +1,75 @@
+# Every target sets up .venv by itself, from requirements.lock. `make help` lists them.
+# TORCH= overrides the torch requirement, e.g. make test TORCH=torch==2.12.0
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH  ?= $(shell grep '^torch==' requirements.lock)
+VENV   ?= .venv
+RUN    := $(VENV)/bin/
+PIP    := $(RUN)python -m pip --disable-pip-version-check --quiet
+# Another torch requirement is another stamp, so that changing TORCH installs it.
+READY  := $(VENV)/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+PEERS  := $(VENV)/.peers
+
+.PHONY: help setup demo test soak bench lint format typing golden wheel lock clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: $(READY) ## .venv from the lock, embforge editable in it
+
+demo: $(READY) ## everything once: kernels for this CPU and eight GPU generations, checked and timed (3 minutes)
+	$(RUN)embforge demo
+
+test: $(READY) ## all tests (10 minutes at most)
+	$(RUN)python -m pytest -n 2 -m "not soak"
+
+soak: $(READY) ## kills, fuzzing and long runs
+	HYPOTHESIS_PROFILE=soak $(RUN)python -m pytest -m "soak or hypothesis"
+
+bench: $(READY) $(PEERS) ## the CPU kernels beside torch and FBGEMM; writes dated JSON
+	$(RUN)python -m embforge.tuner.bench
+
+lint: $(READY) typing ## ruff, format, types
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+
+format: $(READY) ## let ruff rewrite what it can
+	$(RUN)ruff check --fix .
+	$(RUN)ruff format .
+
+golden: $(READY) ## regenerate generated/ from examples/specs
+	$(RUN)python -m tests.golden
+
+wheel: $(READY) ## dist/embforge-*.whl
+	$(RUN)python -m build --wheel --no-isolation --outdir dist .
+
+lock: $(READY) ## write what .venv holds into requirements.lock (after a pip install into it)
+	$(PIP) freeze --all --exclude pip --exclude-editable | sed -E -e 's/\+cpu$$//' \
+	    -e "s/^((cuda|nvidia)-.*)$$/\1; sys_platform != 'darwin'/" > requirements.lock
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch goes first and alone: its wheels pin CUDA packages of their own. The lock is complete, so nothing after it
+# is resolved (--no-deps) and nothing can pull another torch.
+$(READY): requirements.lock pyproject.toml
+	test -x $(RUN)python || $(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.ready-*
+	$(PIP) install '$(TORCH)'
+	grep -v '^torch==' requirements.lock > $(VENV)/without-torch.txt
+	$(PIP) install --no-deps -r $(VENV)/without-torch.txt
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(PEERS): requirements-peers.lock $(READY)
+	$(PIP) install --no-deps -r requirements-peers.lock
+	touch $@
+
+# mypy does not follow an editable install's mapping of folders to packages: show it the tree that a wheel would install.
+typing:
+	rm -rf .typing
+	mkdir -p .typing/embforge
+	ln -s $(addprefix ../../,$(wildcard runtime/*)) ../../codegen ../../templates ../../tuner .typing/embforge/
+	ln -s ../../examples/specs .typing/embforge/specs

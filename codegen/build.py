@@ -1,0 +1,125 @@
+"""Plan -> kernel on disk: from a directory that `gen` emitted, from the cache, or compiled now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen import cache, manifest
+from embforge.codegen.errors import MissingKernelError, ToolchainError
+from embforge.codegen.plan import PLAN_SCHEMA, Plan
+from embforge.codegen.render import render
+from embforge.codegen.targets import Target, target_named
+
+
+@dataclass(frozen=True)
+class Built:
+    """A plan's kernel on disk, content checked."""
+
+    plan: Plan
+    source: Path
+    binary: Path
+    resources: list[dict[str, Any]]
+    """Figures per symbol of the binary if they were asked for, else empty."""
+    cached: bool
+    """False if this call compiled it."""
+
+
+def source_of(plan: Plan) -> str:
+    """The plan's generated source text."""
+    target = target_named(plan.target)
+    return render(target.template, target.facts(plan))
+
+
+def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False) -> Built:
+    """The plan's kernel: from `kernels` (or `EMBFORGE_KERNELS`), else the cache, else compiled.
+
+    `MissingKernelError` if it would have to be compiled and `EMBFORGE_JIT=0`, or if the given directory holds a
+    stale or damaged one; `CompileError` and `ToolchainError` come from the target.
+    """
+    target, source = target_named(plan.target), source_of(plan)
+    directory = kernels or _directory_from_environment()
+    if directory is not None and (record := manifest.find_kernel(directory, plan, source)):
+        figures = record["symbols"] if resources else []
+        return Built(plan, directory / record["source"], directory / record["binary"], figures, cached=True)
+    if _jit_allowed():
+        entry, cached = cache.fetch(_recipe(plan, target, source))
+    else:
+        entry, cached = _cached_or_refuse(plan, target, source, directory), True
+    return Built(plan, entry.source, entry.binary, _resources(plan, target, entry) if resources else [], cached)
+
+
+def build_many(
+    plans: Iterable[Plan],
+    *,
+    kernels: Path | None = None,
+    resources: bool = False,
+    progress: Callable[[Built], None] | None = None,
+    workers: int | None = None,
+) -> list[Built]:
+    """`build` for each plan, in parallel; compilers run outside Python's lock. Results in the order of the plans.
+
+    `progress` is called in this thread as each is done. The first failure cancels what has not begun and is raised.
+    """
+    plans = list(plans)
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        futures = [pool.submit(build, plan, kernels=kernels, resources=resources) for plan in plans]
+        try:
+            for future in as_completed(futures):
+                built = future.result()
+                if progress is not None:
+                    progress(built)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def _recipe(plan: Plan, target: Target, source: str) -> cache.Recipe:
+    fields = {f"target.{label}": value for label, value in target.fingerprint(plan).items()}
+    fields |= {"cache_schema": cache.CACHE_SCHEMA, "plan_schema": str(PLAN_SCHEMA), "source": source}
+    return cache.Recipe(
+        uri=plan.uri,
+        key=cache.key_of(fields),
+        source=source,
+        source_suffix=target.source_suffix,
+        binary_suffix=target.binary_suffix,
+        compile=lambda path: target.compile(plan, path),
+    )
+
+
+def _resources(plan: Plan, target: Target, entry: cache.Entry) -> list[dict[str, Any]]:
+    figures = cache.load_resources(entry)
+    if figures is None:
+        figures = target.resources(plan, entry.binary.read_bytes())
+        cache.store_resources(entry, figures)
+    return figures
+
+
+def _directory_from_environment() -> Path | None:
+    chosen = os.environ.get("EMBFORGE_KERNELS")
+    return Path(chosen).expanduser() if chosen else None
+
+
+def _jit_allowed() -> bool:
+    return os.environ.get("EMBFORGE_JIT", "1") != "0"
+
+
+def _cached_or_refuse(plan: Plan, target: Target, source: str, directory: Path | None) -> cache.Entry:
+    try:
+        recipe = _recipe(plan, target, source)
+        entry = cache.load(cache.entry_dir(recipe), recipe.key)
+    except ToolchainError:  # without the compiler no key can be named, so nothing in the cache can answer to it
+        entry = None
+    if entry is not None:
+        return entry
+    looked = f"{directory} and the cache" if directory else "the cache"
+    raise MissingKernelError(
+        f"kernel {plan.uri} is not in {looked}, and EMBFORGE_JIT=0 forbids compiling it; make it beforehand by "
+        f"`embforge gen SPEC --target {plan.target} --arch {plan.arch} --out {directory or 'DIR'}` "
+        f"and set EMBFORGE_KERNELS={directory or 'DIR'}"
+    )

@@ -1,0 +1,147 @@
+"""What the commands share: the SPEC argument, --json, --param, exit codes and errors in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from embforge.codegen.plan import Plan
+    from embforge.codegen.spec import CollectionSpec
+
+OK, CHECK_FAILED, USAGE_ERROR, TOOLCHAIN_ERROR = 0, 1, 2, 3
+EXIT_CODES = (
+    "Exit codes: 0 all well; 1 a check failed; 2 wrong usage or a wrong spec; "
+    "3 a compiler or kernel is missing or a compilation failed."
+)
+JSON_ASKED = "embforge.json"
+
+
+class Commands(click.Group):
+    """A group whose expected failures are one sentence and an exit code, never a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from embforge.codegen.errors import EmbforgeError, PlanError, SpecError
+
+        try:
+            return super().invoke(ctx)
+        except EmbforgeError as error:
+            if ctx.meta.get(JSON_ASKED):
+                print_json({"error": str(error), "kind": type(error).__name__})
+            click.echo(f"embforge: {error}", err=True)
+            ctx.exit(USAGE_ERROR if isinstance(error, SpecError | PlanError) else TOOLCHAIN_ERROR)
+
+
+class SpecArgument(click.ParamType):
+    """A path to a spec file, or the bare name of one that ships with embforge."""
+
+    name = "spec"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> CollectionSpec:
+        return load_spec(str(value))
+
+
+def load_spec(text: str) -> CollectionSpec:
+    """The spec in a file, or the shipped example of that name. `SpecError` otherwise."""
+    from embforge.codegen.errors import SpecError
+    from embforge.codegen.spec import CollectionSpec
+
+    shipped = {Path(item.name).stem: item for item in files("embforge.specs").iterdir() if item.name.endswith(".toml")}
+    path = Path(text)
+    if not path.exists():
+        if text not in shipped:
+            raise SpecError(f"{text}: no such spec file, and no such example; examples: {', '.join(sorted(shipped))}")
+        path = Path(str(shipped[text]))
+    return CollectionSpec.from_toml(path)
+
+
+def spec_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.argument("spec", type=SpecArgument())(command)
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        ctx.meta[JSON_ASKED] = value
+        return value
+
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        is_eager=True,  # before SPEC is read, so that its errors are JSON too
+        callback=remember,
+        help="Print one JSON document instead of text.",
+    )(command)
+
+
+def param_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--param",
+        "overrides",
+        multiple=True,
+        metavar="FIELD=VALUE",
+        help="Override a plan field, e.g. prefetch_bytes=4096 or pipeline=8,2. Changes speed, never results.",
+    )(command)
+
+
+def plans_for(
+    spec: CollectionSpec, target: str, archs: Iterable[str], id_dtypes: Iterable[str], overrides: Iterable[str]
+) -> list[Plan]:
+    """The forward plans of a spec, an arch and an id type each."""
+    from embforge.codegen.plan import Plan
+
+    params = params_of(target, overrides)
+    return [Plan("forward", target, arch, ids, spec, params) for arch in archs for ids in id_dtypes]
+
+
+def params_of(target: str, overrides: Iterable[str]) -> Any:
+    """The target's default params with `field=value` overrides applied; `PlanError` names what is wrong."""
+    from embforge.codegen.errors import PlanError
+    from embforge.codegen.params import params_from
+
+    values = {}
+    for override in overrides:
+        field, separator, text = override.partition("=")
+        if not separator:
+            raise PlanError(f"--param {override!r} is not FIELD=VALUE, e.g. --param prefetch_bytes=4096")
+        values[field.strip()] = _value(text.strip())
+    return params_from(target, values)
+
+
+def print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The screen. Progress goes to stderr, so that stdout stays what was asked for."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[object], None]]:
+    """A bar on stderr, gone when done; the function it gives is called once a finished step, with anything."""
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda _step: bar.advance(task)
+
+
+def _value(text: str) -> Any:
+    for candidate in (text, text.lower(), f"[{text.strip('()')}]"):
+        try:
+            return json.loads(candidate)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,88 @@
+"""`embforge env`: what a bug report needs to say about the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from embforge.codegen.cli.common import console, json_option, print_json
+
+PACKAGES = (
+    "embforge",
+    "torch",
+    "cuda-core",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-cuobjdump",
+    "jinja2",
+    "numpy",
+    "pydantic",
+    "fbgemm-gpu-cpu",
+)
+SETTINGS = ("EMBFORGE_CACHE_DIR", "EMBFORGE_KERNELS", "EMBFORGE_JIT", "CXX")
+
+
+@click.command()
+@json_option
+def env(as_json: bool) -> None:
+    """Show versions, compilers, the instruction set, caches and GPUs of this machine."""
+    facts = collect()
+    if as_json:
+        print_json(facts)
+        return
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for section, items in facts.items():
+        for number, (label, value) in enumerate(items.items()):
+            shown = "not installed" if value is None and section == "packages" else "-" if value is None else str(value)
+            table.add_row(f"[bold]{section}[/]" if number == 0 else "", label, shown)
+    console().print(table)
+
+
+def collect() -> dict[str, dict[str, Any]]:
+    """The facts, by section."""
+    import os
+    import platform
+
+    from embforge.codegen import machine
+    from embforge.codegen.cache import cache_dir
+    from embforge.codegen.errors import CacheError, ToolchainError
+
+    try:
+        compiler = machine.find_compiler()
+        cxx: dict[str, Any] = {"path": compiler.path, "version": compiler.version}
+    except ToolchainError as error:
+        cxx = {"path": None, "version": str(error)}
+    try:
+        cache = str(cache_dir())
+    except CacheError as error:
+        cache = str(error)
+    return {
+        "system": {
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "processor": machine.cpu_model(),
+            "cpus": os.cpu_count(),
+            "isa": machine.host_isa(),
+        },
+        "c++": cxx,
+        "packages": {name: machine.package_version(name) for name in PACKAGES},
+        "gpus": _gpus(),
+        "cache": {"directory": cache},
+        "settings": {name: os.environ.get(name) for name in SETTINGS},
+    }
+
+
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"count": 0}
+    names = {}
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        names[f"device {index}"] = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+    return {"count": len(names), **names}

@@ -1,0 +1,108 @@
+"""`embforge gen`: a spec becomes sources, binaries and a manifest in a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from embforge.codegen.cli.common import (
+    EXIT_CODES,
+    console,
+    json_option,
+    param_option,
+    plans_for,
+    print_json,
+    progress_bar,
+    spec_argument,
+)
+
+if TYPE_CHECKING:
+    from embforge.codegen.plan import Plan
+    from embforge.codegen.spec import CollectionSpec
+
+ID_CHOICES = {"int64": ("int64",), "int32": ("int32",), "both": ("int64", "int32")}
+
+
+@click.command(epilog=EXIT_CODES)
+@spec_argument
+@click.option("--target", type=click.Choice(["cuda", "cpu"]), required=True, help="What the kernels run on.")
+@click.option(
+    "--arch",
+    "archs",
+    multiple=True,
+    help="sm_75 .. sm_120, or avx512, avx2, neon, generic; may be repeated. Default: every GPU generation; this CPU.",
+)
+@click.option("--out", "out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Directory to fill.")
+@click.option("--ids", type=click.Choice(list(ID_CHOICES)), default="int64", show_default=True, help="Type of the ids.")
+@click.option("--sources-only", is_flag=True, help="Emit sources and the manifest, compile nothing.")
+@param_option
+@json_option
+def gen(
+    spec: CollectionSpec,
+    target: str,
+    archs: Sequence[str],
+    out: Path,
+    ids: str,
+    sources_only: bool,
+    overrides: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Generate SPEC's kernels into a directory: sources, binaries, manifest.json.
+
+    Deploy the directory and point EMBFORGE_KERNELS (or kernels=) at it: nothing is compiled there.
+    A directory may hold the kernels of several specs, targets and archs; gen adds to what is there.
+    """
+    from embforge.codegen.manifest import MANIFEST
+
+    plans = plans_for(spec, target, archs or default_archs(target), ID_CHOICES[ids], overrides)
+    records = emit(plans, out, sources_only=sources_only)
+    if as_json:
+        print_json({"directory": str(out), "manifest": str(out / MANIFEST), "kernels": records})
+        return
+    from embforge.codegen.cli.resources import resource_table
+
+    screen = console()
+    if any(record["symbols"] for record in records):
+        screen.print(resource_table(records))
+    screen.print(f"{len(records)} kernels in {out}/, listed in {out / MANIFEST}", soft_wrap=True)
+
+
+def default_archs(target: str) -> tuple[str, ...]:
+    """All GPU generations, or this machine's instruction set."""
+    if target == "cuda":
+        from embforge.codegen.targets.cuda import ARCHS
+
+        return tuple(ARCHS)
+    from embforge.codegen.machine import host_isa
+
+    return (host_isa(),)
+
+
+def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> list[dict[str, Any]]:
+    """Writes the plans' kernels and the manifest into a directory and returns their records."""
+    from embforge.codegen.build import Built, build_many, source_of
+    from embforge.codegen.cache import write_atomically
+    from embforge.codegen.manifest import kernel_record, write_manifest
+    from embforge.codegen.targets import target_named
+
+    built: Sequence[Built | None] = [None] * len(plans)
+    if not sources_only:
+        with progress_bar(f"compiling {len(plans)} kernels", len(plans)) as step:
+            built = build_many(plans, resources=True, progress=step)
+    out.mkdir(parents=True, exist_ok=True)
+    records = []
+    for plan, made in zip(plans, built, strict=True):
+        target, source = target_named(plan.target), source_of(plan)
+        source_name = f"{plan.uri}{target.source_suffix}"
+        binary_name = f"{plan.uri}{target.binary_suffix}" if made else None
+        binary = made.binary.read_bytes() if made else None
+        write_atomically(out / source_name, source.encode())
+        if binary is not None and binary_name is not None:
+            write_atomically(out / binary_name, binary)
+        figures = made.resources if made else []
+        records.append(kernel_record(plan, source, source_name, binary, binary_name, figures))
+    write_manifest(out, records)
+    return records

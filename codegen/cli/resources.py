@@ -1,0 +1,35 @@
+"""The table of what each kernel takes of a GPU multiprocessor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def resource_table(records: Iterable[dict[str, Any]]) -> Table:
+    """A line a symbol of each kernel: registers, spills, shared memory, occupancy, bytes in flight."""
+    from rich.table import Table
+
+    table = Table("arch", "ids", "kernel", title="What NVRTC made of it, per GPU generation", title_justify="left")
+    for heading in ("registers", "spilled", "shared", "occupancy", "in flight / SM"):
+        table.add_column(heading, justify="right")
+    for record in records:
+        for number, symbol in enumerate(record["symbols"]):
+            table.add_row(
+                record["arch"] if number == 0 else "",
+                record["id_dtype"] if number == 0 else "",
+                str(symbol.get("kernel") or symbol.get("symbol", "")).removeprefix(record["uri"]).strip("_") or "forward",
+                _show(symbol.get("registers")),
+                _show(symbol.get("spill_bytes"), " B"),
+                _show(symbol.get("shared_bytes"), " B"),
+                "-" if symbol.get("occupancy") is None else f"{symbol['occupancy']:.0%}",
+                "-" if symbol.get("bytes_in_flight") is None else f"{symbol['bytes_in_flight'] / 1024:.0f} KB",
+            )
+    return table
+
+
+def _show(value: int | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value}{unit}"

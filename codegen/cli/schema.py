@@ -1,0 +1,16 @@
+"""`embforge schema`: the JSON schema of a spec file, for editors and checks."""
+
+from __future__ import annotations
+
+import click
+
+from embforge.codegen.cli.common import json_option, print_json
+
+
+@click.command()
+@json_option
+def schema(as_json: bool) -> None:
+    """Print the JSON schema of a spec file (with or without --json: it is JSON)."""
+    from embforge.codegen.spec import json_schema
+
+    print_json(json_schema())

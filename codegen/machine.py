@@ -1,0 +1,103 @@
+"""Facts about the machine at hand: its instruction set, its C++ compiler, its packages. Never imports torch or cuda."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from embforge.codegen.errors import ToolchainError
+
+X86_NEEDS: dict[str, frozenset[str]] = {
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+}
+"""CPU flags (Linux spelling) that each instruction set needs, the best first."""
+
+COMPILERS = ("g++", "clang++", "c++")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: where it is and what it calls itself."""
+
+    path: str
+    version: str
+    """First line of `--version`: part of every CPU kernel's key, where a path would say nothing."""
+
+
+def host_isa() -> str:
+    """The best instruction set of this machine that kernels are written for: avx512, avx2, neon, else generic."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return "neon"
+    flags = _x86_flags()
+    return next((isa for isa, needs in X86_NEEDS.items() if needs <= flags), "generic")
+
+
+def find_compiler(command: str | None = None) -> Compiler:
+    """The C++ compiler: `command`, else `CXX`, else the first of g++, clang++ and c++ on the path.
+
+    `ToolchainError` names the remedy if there is none or it does not run.
+    """
+    wanted = command or os.environ.get("CXX")
+    found = next((path for name in ([wanted] if wanted else COMPILERS) if (path := shutil.which(name))), None)
+    if found is None:
+        raise ToolchainError(
+            f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found; install one (Debian: apt install g++; "
+            "macOS: xcode-select --install), or point CXX to one, or use backend='reference'"
+        )
+    return Compiler(found, _first_line(found))
+
+
+def package_version(name: str) -> str | None:
+    """An installed distribution's version without importing it, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """What the machine calls its processor."""
+    for line in _cpuinfo():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _x86_flags() -> frozenset[str]:
+    if sys.platform == "darwin":
+        answer = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return frozenset(answer.stdout.lower().split())
+    for line in _cpuinfo():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+@cache
+def _first_line(compiler: str) -> str:
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    if answer.returncode or not answer.stdout:
+        raise ToolchainError(
+            f"the C++ compiler {compiler} does not run: {answer.stderr.strip() or 'no output'}; "
+            "point CXX to one that does"
+        )
+    return answer.stdout.splitlines()[0].strip()
+
+
+@cache
+def _cpuinfo() -> tuple[str, ...]:
+    path = Path("/proc/cpuinfo")
+    return tuple(path.read_text().splitlines()) if path.exists() else ()

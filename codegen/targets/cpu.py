@@ -1,0 +1,175 @@
+"""C++ for the host: one shared library a plan, compiled by the machine's own compiler."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.buckets import Bucket
+from embforge.codegen.describe import bucket_line, describe
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.errors import CompileError, PlanError
+from embforge.codegen.layout import FeatureLayout
+from embforge.codegen.machine import find_compiler
+from embforge.codegen.params import CpuParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.semantics import CHUNK
+from embforge.codegen.signature import arguments_of, prototype
+from embforge.codegen.targets import Target
+
+CACHE_LINE = 64
+BAG_OVERHEAD_BYTES = 64
+"""What starting a bag costs, in bytes of rows that could have been read meanwhile."""
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
+
+
+@dataclass(frozen=True)
+class Isa:
+    """An instruction set: its vectors, its header and the compiler flags that allow it."""
+
+    name: str
+    title: str
+    width: int
+    header: str | None
+    flags: tuple[str, ...]
+
+
+ISAS: dict[str, Isa] = {
+    isa.name: isa
+    for isa in (
+        Isa(
+            "avx512",
+            "AVX-512",
+            16,
+            "immintrin.h",
+            ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", "-mavx2", "-mf16c"),
+        ),
+        Isa("avx2", "AVX2 and F16C", 8, "immintrin.h", ("-mavx2", "-mf16c")),
+        Isa("neon", "NEON", 4, "arm_neon.h", ()),
+        Isa("generic", "plain vectors", 4, None, ()),
+    )
+}
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """Everything `cpu/forward.cpp.j2` names."""
+    isa, params = isa_of(plan), _params(plan)
+    buckets = {f.index: b for b in plan.buckets for f in b.features}
+    return {
+        "uri": plan.uri,
+        "version": version("embforge"),
+        "description": describe(plan),
+        "compile_line": " ".join(["c++", *FLAGS, *isa.flags]),
+        "isa": isa,
+        "chunk": CHUNK,
+        "params": params,
+        "id_type": DTYPES[plan.id_dtype].c_type,
+        "out_type": DTYPES[plan.spec.output_dtype].c_type,
+        "output_width": plan.layout.output_width,
+        "arguments": arguments_of("cpu"),
+        "prototype": prototype("cpu"),
+        "buckets": [_bucket_facts(bucket, params) for bucket in plan.buckets],
+        "features": [_feature_facts(plan, placed, buckets[placed.index], isa) for placed in plan.layout.features],
+    }
+
+
+def isa_of(plan: Plan) -> Isa:
+    """The plan's instruction set; `PlanError` names the known ones."""
+    if plan.arch not in ISAS:
+        raise PlanError(f"plan field arch={plan.arch!r} is not known for target cpu; allowed: {', '.join(ISAS)}")
+    return ISAS[plan.arch]
+
+
+def compile_source(plan: Plan, source: Path) -> bytes:
+    """The shared library of the rendered source."""
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory(prefix="embforge-") as scratch:
+        library = Path(scratch) / "kernel.so"
+        command = [compiler.path, *FLAGS, *isa_of(plan).flags, str(source), "-o", str(library)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode:
+            raise CompileError(
+                f"{compiler.version} refused the generated source {source}\ncommand: {' '.join(command)}\n"
+                + numbered_log(answer.stderr, source.read_text())
+            )
+        return library.read_bytes()
+
+
+def fingerprint(plan: Plan) -> dict[str, str]:
+    """What decides the binary beside the source: the compiler and its resolved flags, never `native`."""
+    return {"compiler": find_compiler().version, "flags": " ".join([*FLAGS, *isa_of(plan).flags])}
+
+
+def numbered_log(log: str, source: str, context: int = 2) -> str:
+    """The compiler's log, followed by the lines of the source that it names, numbered."""
+    lines = source.splitlines()
+    named = sorted({int(n) for n in re.findall(r"[:(](\d+)[:)]", log) if 0 < int(n) <= len(lines)})
+    shown = sorted({k for n in named for k in range(max(1, n - context), min(len(lines), n + context) + 1)})
+    excerpt = "\n".join(f"{'>' if k in named else ' '} {k:5d} | {lines[k - 1]}" for k in shown)
+    return f"{log.rstrip()}\n\n{excerpt}"
+
+
+def _params(plan: Plan) -> CpuParams:
+    assert isinstance(plan.params, CpuParams)
+    return plan.params
+
+
+def _bucket_facts(bucket: Bucket, params: CpuParams) -> dict[str, Any]:
+    return {
+        "label": bucket.label,
+        "comment": bucket_line(bucket),
+        "table_type": DTYPES[bucket.dtype].c_type,
+        "dim": bucket.dim,
+        "stride_bytes": bucket.stride_bytes,
+        "weighted": bucket.weighted,
+        "is_max": bucket.pooling == "max",
+        "tile_vectors": params.tile_vectors,
+        "rows_ahead": -(-params.prefetch_bytes // _touched_bytes(bucket)),
+    }
+
+
+def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket, isa: Isa) -> dict[str, Any]:
+    feature = placed.feature
+    pooled = bucket.pooling in ("sum", "max")
+    runner = "pool_bags" if pooled else "concat_bags"
+    result_bytes = placed.width * DTYPES[plan.spec.output_dtype].bytes
+    padding = feature.padding_idx if pooled and feature.padding_idx is not None else -1
+    return {
+        "name": feature.name,
+        "table_index": placed.table_index,
+        "pooling": feature.pooling,
+        "dim": placed.dim,
+        "column": placed.column or 0,
+        "padding": padding,
+        "hotness": feature.hotness if feature.pooling == "concat" else 0,
+        "run": "nullptr" if feature.pooling == "none" else f"{runner}<{bucket.label}>",
+        "copy_rows": f"copy_rows<{bucket.label}>" if feature.pooling == "none" else "nullptr",
+        "sum_units": f"sum_units<{bucket.label}>" if pooled else "nullptr",
+        "merge_units": f"merge_units<{bucket.label}>" if pooled else "nullptr",
+        "record_floats": f"Records<{bucket.label}>::floats" if pooled else "0",
+        "row_cost": _touched_bytes(bucket) + (result_bytes if feature.pooling == "none" else 0),
+        "bag_cost": 0 if feature.pooling == "none" else result_bytes + BAG_OVERHEAD_BYTES,
+    }
+
+
+def _touched_bytes(bucket: Bucket) -> int:
+    """Bytes of the cache lines that a row lies on, at best."""
+    return -(-bucket.row_bytes // CACHE_LINE) * CACHE_LINE
+
+
+CPU = Target(
+    name="cpu",
+    template="cpu/forward.cpp.j2",
+    source_suffix=".cpp",
+    binary_suffix=".so",
+    facts=facts,
+    compile=compile_source,
+    fingerprint=fingerprint,
+    resources=lambda plan, binary: [],
+)

@@ -1,0 +1,140 @@
+"""Batches and tables that look for trouble: what `verify` and the tests feed to a backend.
+
+A case is a recipe; the same case and seed give the same numbers on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.layout import TableLayout, layout_of
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+
+USUAL_LENGTH = 4
+"""Ids in a bag of a feature whose spec gives no hotness."""
+EDGE_LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129)
+"""Around the canonical sum's chunk."""
+LONG = 5000
+"""A bag of more than 64 chunks, so that the canonical sum has three levels."""
+VERY_LONG = 100_000
+VERY_LONG_WORK = 32 << 20
+"""Bytes of float32 rows up to which a feature gets a very long bag."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to draw one batch."""
+
+    batch: int
+    lengths: Literal["usual", "one", "none", "edges", "long"] = "usual"
+    ids: Literal["uniform", "zipf", "same"] = "uniform"
+    id_dtype: Literal["int32", "int64"] = "int64"
+    weights: Literal["absent", "normal", "special"] = "normal"
+    bad_ids: bool = False
+
+    def __str__(self) -> str:
+        words = [f"B={self.batch}", f"{self.lengths} lengths", f"{self.ids} {self.id_dtype} ids"]
+        words += [f"{self.weights} weights"] if self.weights != "normal" else []
+        return ", ".join(words + ["bad ids"] * self.bad_ids)
+
+
+class Drawn(NamedTuple):
+    """A batch in normal form."""
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+def draw_batch(spec: CollectionSpec, case: Case, seed: int) -> Drawn:
+    """The batch of a case, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, DTYPES[case.id_dtype].torch_name)
+    lengths, ids, kinds = [], [], set[tuple[object, ...]]()
+    for feature in spec.features:
+        table = spec.table(feature.table)
+        of_feature = _lengths(feature, table, case, generator)
+        kind = (feature.pooling, feature.weighted, table.dtype)
+        if case.lengths == "long" and case.batch and feature.pooling not in ("none", "concat"):
+            first = kind not in kinds and VERY_LONG * table.embedding_dim * 4 <= VERY_LONG_WORK
+            of_feature[_below(case.batch, 1, generator)] = VERY_LONG if first else LONG
+            kinds.add(kind)
+        lengths.append(of_feature)
+        ids.append(_ids(feature, table, case, int(of_feature.sum()), generator))
+    values = torch.cat(ids)
+    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+    weights = None if case.weights == "absent" else torch.randn(values.numel(), generator=generator)
+    if weights is not None and case.weights == "special":
+        _sprinkle(weights, (0.0, -0.0, 1.0, -1.0, 1e-30, 1e30), 0.5, generator)
+    return Drawn(values.to(dtype), offsets.to(dtype), weights)
+
+
+def _lengths(feature: FeatureSpec, table: TableSpec, case: Case, generator: torch.Generator) -> Tensor:
+    if case.lengths in ("one", "none"):
+        return torch.full((case.batch,), 1 if case.lengths == "one" else 0)
+    most = feature.hotness if feature.pooling == "concat" and feature.hotness else None
+    if case.lengths == "edges":
+        lengths = torch.tensor(EDGE_LENGTHS)[_below(len(EDGE_LENGTHS), case.batch, generator)]
+    else:  # geometric: many short bags, empty ones too, and a few much longer than the mean
+        chance = 1.0 / (1 + (feature.hotness or USUAL_LENGTH))
+        even = torch.rand(case.batch, generator=generator, dtype=torch.float64)
+        lengths = (even.neg().log1p() / math.log(1.0 - chance)).long()
+    return lengths if most is None else lengths.clamp(max=most)
+
+
+def _ids(feature: FeatureSpec, table: TableSpec, case: Case, count: int, generator: torch.Generator) -> Tensor:
+    rows = table.num_embeddings
+    if case.ids == "uniform":
+        ids = _below(rows, count, generator)
+    elif case.ids == "zipf":  # log-uniform ranks: Zipf's law with exponent 1
+        even = torch.rand(count, generator=generator, dtype=torch.float64)
+        ids = ((even * math.log(rows + 1)).exp() - 1).long().clamp(max=rows - 1)
+    else:
+        ids = _below(rows, 1, generator).expand(count).clone()
+    if feature.padding_idx is not None:
+        _sprinkle(ids, (feature.padding_idx,), 0.1, generator)
+    if case.bad_ids:
+        furthest = torch.iinfo(getattr(torch, case.id_dtype))
+        _sprinkle(ids, (-1, rows, rows + 7, furthest.min, furthest.max), 0.2, generator)
+    return ids
+
+
+def draw_tables(spec: CollectionSpec, seed: int, special: bool = False) -> tuple[Tensor, ...]:
+    """Tables of the spec's layout with random rows; with `special` also NaN, infinities, -0.0 and denormals.
+
+    The bytes between rows are all ones (a NaN in every format), so that a kernel that reads them is found out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(_table(placed, special, generator) for placed in layout_of(spec).tables)
+
+
+def _table(placed: TableLayout, special: bool, generator: torch.Generator) -> Tensor:
+    table, dtype = placed.table, getattr(torch, DTYPES[placed.table.dtype].torch_name)
+    raw = torch.full((table.num_embeddings, placed.stride_bytes), 255, dtype=torch.uint8)
+    rows = raw.view(dtype)[:, : table.embedding_dim]
+    if special or DTYPES[table.dtype].bytes == 1:
+        numbers = torch.randn(rows.shape, generator=generator)
+        if special:
+            _sprinkle(numbers.view(-1), (0.0, -0.0, 1e-40, -1e-42, 2e-5, 3e38, 6e4), 0.1, generator)
+            _sprinkle(numbers.view(-1), (torch.inf, -torch.inf, torch.nan), 0.005, generator)
+        rows.copy_(numbers)
+    else:
+        rows.uniform_(-1, 1, generator=generator)
+    return rows
+
+
+def _below(limit: int, count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(limit, (count,), generator=generator)
+
+
+def _sprinkle(target: Tensor, numbers: tuple[float, ...], share: float, generator: torch.Generator) -> None:
+    """Replaces about this share of the elements."""
+    chosen = torch.rand(target.shape, generator=generator) < share
+    pick = _below(len(numbers), int(chosen.sum()), generator)
+    target[chosen] = torch.tensor(numbers, dtype=target.dtype)[pick]

@@ -1,0 +1,231 @@
+"""`EmbeddingCollection`: the tables and features of a spec as one torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from embforge import ops
+from embforge.codegen.layout import CollectionLayout, layout_of
+from embforge.codegen.machine import host_isa
+from embforge.codegen.params import PARAMS, Params
+from embforge.codegen.plan import Plan
+from embforge.codegen.spec import CollectionSpec
+from embforge.inputs import Batch, normalise
+from embforge.launch.kernels import Kernel, Program, kernel_of
+from embforge.launch.metadata import Metadata, addresses_of, metadata_of
+from embforge.storage.static import StaticTable
+
+BoundsCheck = Literal["error", "zero", "unchecked"]
+BackendName = Literal["cuda", "cpu", "reference"]
+DEVICES_OF: dict[str, tuple[str, ...]] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": ("cpu", "cuda")}
+"""Which device types a backend works on."""
+
+ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
+
+
+class _Ready:
+    """A kernel with the metadata of the tables as they lay when it was last called."""
+
+    __slots__ = ("kernel", "metadata")
+
+    def __init__(self, kernel: Kernel, metadata: Metadata) -> None:
+        self.kernel = kernel
+        self.metadata = metadata
+
+
+class EmbeddingCollection(nn.Module):
+    """All lookups of a spec in one fused kernel call.
+
+    `backend`: "cuda", "cpu" or "reference"; None picks by device. `bounds_check`: "error" raises IndexError for
+    an id outside its table, "zero" takes such ids as absent, "unchecked" trusts them. `kernels`: a directory that
+    `embforge gen` wrote, looked in before the cache. `params`: plan fields to use instead of the default.
+    """
+
+    def __init__(
+        self,
+        spec: CollectionSpec,
+        device: str | torch.device = "cpu",
+        backend: BackendName | None = None,
+        bounds_check: BoundsCheck = "error",
+        kernels: str | Path | None = None,
+        params: Params | None = None,
+    ) -> None:
+        super().__init__()
+        if bounds_check not in get_args(BoundsCheck):
+            raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(get_args(BoundsCheck))}")
+        self.spec = spec
+        self.layout: CollectionLayout = layout_of(spec)
+        self.bounds_check = bounds_check
+        device = torch.device(device)
+        self.backend = _backend(backend, device)
+        self._kernels = str(kernels) if kernels is not None else None
+        self._params = _params(params, self.backend)
+        self.tables = nn.Module()
+        for table in self.layout.tables:
+            # Past add_module's check: a table may be called `forward` or `type`.
+            self.tables._modules[table.table.name] = StaticTable(table, device)
+        self._ready: dict[torch.dtype, _Ready] = {}
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all rows anew, uniformly from +-1/sqrt(rows)."""
+        for table in self._tables().values():
+            table.reset()
+
+    def forward(
+        self, values: Any, offsets: Tensor | None = None, weights: Tensor | None = None, *, lengths: Tensor | None = None
+    ) -> Tensor:
+        """`[B, total dim]`, features side by side in the spec's order.
+
+        `values`: ids, or anything `ef.Jagged`-like that carries its own borders; `offsets[F*B+1]` or
+        `lengths[F*B]` feature-major. Raises ValueError, TypeError or IndexError naming what is wrong.
+        """
+        if self.layout.sequence_features:
+            names = ", ".join(repr(f.feature.name) for f in self.layout.sequence_features)
+            raise ValueError(f"feature {names} has pooling 'none' and no column in a [B, D] result; call forward_dict()")
+        return self._lookup(normalise(self.spec, self._device(), values, offsets, weights, lengths), ())[0]
+
+    def forward_dict(
+        self, values: Any, offsets: Tensor | None = None, weights: Tensor | None = None, *, lengths: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
+        batch = normalise(self.spec, self._device(), values, offsets, weights, lengths)
+        rows = self._sequence_rows(batch)
+        pooled, sequence = self._lookup(batch, rows)
+        parts = iter(() if sequence is None else sequence.split(self._sequence_sizes(rows)))
+        result = {}
+        for placed in self.layout.features:
+            if placed.column is None:
+                result[placed.feature.name] = next(parts).view(-1, placed.dim)
+            else:
+                result[placed.feature.name] = pooled[:, placed.column : placed.column + placed.width]
+        return result
+
+    def weight(self, table: str) -> nn.Parameter:
+        """The live rows of a table, `[rows, dim]`, maybe strided. Not valid after the module moves."""
+        self.spec.table(table)
+        return self._tables()[table].weight
+
+    def check(self) -> None:
+        """Waits for the device and raises the error of an earlier call, if there is one (CUDA only has such)."""
+        for ready in self._ready.values():
+            ready.kernel.check()
+
+    def plan(self, id_dtype: str = "int64") -> Plan:
+        """The plan that a call with such ids runs."""
+        return Plan("forward", self.backend, _arch(self.backend, self._device()), id_dtype, self.spec, self._params)
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        sizes = f"{len(spec.tables)} tables, {len(spec.features)} features"
+        return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}"
+
+    def _lookup(self, batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        weights = self._weights()
+        if torch.compiler.is_compiling() or _is_watched(weights, batch.values):
+            rows, program = list(sequence_rows), self._program(batch)
+            result: tuple[Tensor, Tensor] = ops.lookup(
+                batch.values, batch.offsets, batch.weights, weights, rows, program, self.bounds_check
+            )
+            return result
+        # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
+        ready = self._ready.get(batch.values.dtype)
+        if ready is None:
+            ready = _Ready(kernel_of(self._program(batch)), metadata_of(weights, self.bounds_check))
+            self._ready[batch.values.dtype] = ready
+        elif ready.metadata.addresses != addresses_of(weights):
+            ready.metadata = metadata_of(weights, self.bounds_check)
+        elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
+        return ready.kernel(ready.metadata, weights, batch, elements, self.bounds_check)
+
+    def _program(self, batch: Batch) -> str:
+        return Program(self.plan(ID_DTYPES[batch.values.dtype]), self._kernels).text
+
+    def _sequence_rows(self, batch: Batch) -> tuple[int, ...]:
+        """Ids of each `none` feature. Asks the device only if the caller did not say and there are several features."""
+        wanted = [f.index for f in self.layout.sequence_features]
+        if not wanted:
+            return ()
+        if batch.rows_per_feature is not None:
+            return tuple(batch.rows_per_feature[i] for i in wanted)
+        if len(self.layout.features) == 1:
+            return (batch.values.numel(),)
+        if batch.batch == 0:
+            return (0,) * len(wanted)
+        borders = batch.offsets[:: batch.batch].tolist()
+        # Kept within what exists: the kernel refuses offsets that lie, but only after this much is allocated.
+        return tuple(max(0, min(borders[i + 1] - borders[i], batch.values.numel())) for i in wanted)
+
+    def _sequence_sizes(self, rows: Sequence[int]) -> list[int]:
+        return [count * f.dim for count, f in zip(rows, self.layout.sequence_features, strict=True)]
+
+    def _tables(self) -> dict[str, StaticTable]:
+        tables: Any = self._modules["tables"]  # not self.tables: attribute look-up in a module is slow
+        found: dict[str, StaticTable] = tables._modules
+        return found
+
+    def _weights(self) -> list[Any]:
+        return [table._parameters["weight"] for table in self._tables().values()]
+
+    def _device(self) -> torch.device:
+        for table in self._tables().values():
+            return table.weight.device
+        raise AssertionError("a spec has at least one table")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingCollection:
+        super()._apply(fn, recurse)
+        self._ready = {}
+        device = self._device()
+        if device.type not in (*DEVICES_OF[self.backend], "meta"):
+            self.backend = _backend(None, device)
+            self._params = _params(None, self.backend)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}}  # kernels are found again by their plan
+
+
+def _is_watched(weights: Sequence[Any], values: Tensor) -> bool:
+    """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass."""
+    return (
+        (torch.is_grad_enabled() and any(w.requires_grad for w in weights))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+        or type(values) is not Tensor
+    )
+
+
+def _backend(wanted: str | None, device: torch.device) -> str:
+    if wanted is None:
+        return "cuda" if device.type == "cuda" else "cpu"
+    if wanted not in DEVICES_OF:
+        raise ValueError(f"backend={wanted!r} is not known; allowed: {', '.join(DEVICES_OF)}, or None: by device")
+    if device.type not in (*DEVICES_OF[wanted], "meta"):
+        raise ValueError(
+            f"backend={wanted!r} does not work on device {str(device)!r}; allowed: {', '.join(DEVICES_OF[wanted])}"
+        )
+    return wanted
+
+
+def _params(given: Params | None, backend: str) -> Params:
+    if given is None:
+        return PARAMS[backend]()
+    if not isinstance(given, PARAMS[backend]):
+        raise ValueError(f"params={given!r} does not fit backend {backend!r}; give a {PARAMS[backend].__name__}")
+    return given
+
+
+def _arch(backend: str, device: torch.device) -> str:
+    if backend == "cpu":
+        return host_isa()
+    if backend == "reference":
+        return "torch"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,265 @@
+"""What a lookup accepts. The one place where a call's arguments are checked and brought to one form.
+
+`normalise` looks at types, shapes and devices only, never at numbers: it is called before every lookup, must not
+wait for a device, and traces under torch.compile. `raise_bad_input` looks at the numbers, after a kernel has
+seen something bad in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from embforge.codegen.spec import CollectionSpec
+from embforge.jagged import Jagged
+
+_INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
+_INT32_MAX = 2**31 - 1
+_CPU = torch.device("cpu")
+
+
+class Batch(NamedTuple):
+    """A call in its one form: 1-D contiguous tensors on the tables' device, offsets in the dtype of values."""
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    batch: int
+    rows_per_feature: tuple[int, ...] | None
+
+
+def normalise(
+    spec: CollectionSpec,
+    device: torch.device,
+    values: Any,
+    offsets: Tensor | None = None,
+    weights: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Batch:
+    """The batch that a call means. `values` may be a tensor, a `Jagged`, a nested jagged tensor of F*B bags or
+    anything with the interface of TorchRec's KeyedJaggedTensor, which is put into the spec's feature order.
+
+    Raises TypeError (dtype or kind of an argument) or ValueError (shape, length or device), naming the argument.
+    """
+    # What nearly every call is, told from all else by the cheapest questions (about 1 µs together).
+    if type(values) is Tensor and type(offsets) is Tensor and lengths is None:
+        dtype = values.dtype
+        if (
+            (dtype is _INT64 or dtype is _INT32)
+            and offsets.dtype is dtype
+            and values.dim() == 1 == offsets.dim()
+            and values.is_contiguous()
+            and offsets.is_contiguous()
+            and ((values.is_cpu and offsets.is_cpu) if device == _CPU else values.device == device == offsets.device)
+            and (weights is None or _fits_as_it_is(weights, values))
+        ):
+            batch, rest = divmod(offsets.numel() - 1, len(spec.features))
+            if rest == 0 and batch >= 0:
+                return Batch(values, offsets, weights, batch, None)
+    return _normalise_any(spec, device, _unpack(spec, values, offsets, weights, lengths))
+
+
+def _fits_as_it_is(weights: Tensor, values: Tensor) -> bool:
+    return (
+        type(weights) is Tensor
+        and weights.dtype is _FLOAT32
+        and weights.dim() == 1
+        and weights.numel() == values.numel()
+        and weights.is_contiguous()
+        and (weights.is_cpu if values.is_cpu else weights.device == values.device)
+    )
+
+
+class _Parts(NamedTuple):
+    values: Any
+    offsets: Any
+    weights: Any
+    lengths: Any
+    rows_per_feature: tuple[int, ...] | None = None
+
+
+def _normalise_any(spec: CollectionSpec, device: torch.device, parts: _Parts) -> Batch:
+    values = _checked("values", parts.values, (_INT32, _INT64), device)
+    weights = None if parts.weights is None else _checked("weights", parts.weights, (_FLOAT32,), device)
+    if weights is not None and weights.numel() != values.numel():
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
+    features = len(spec.features)
+    if parts.lengths is not None:
+        lengths = _checked("lengths", parts.lengths, (_INT32, _INT64), device)
+        if lengths.numel() % features:
+            raise ValueError(
+                f"lengths: length {lengths.numel()} does not fit {features} features; allowed: {features} * batch"
+            )
+        offsets = pad(lengths.cumsum(0, dtype=_INT64), (1, 0))
+    else:
+        offsets = _checked("offsets", parts.offsets, (_INT32, _INT64), device)
+        _check_offsets_length(offsets, features)
+    batch = (offsets.numel() - 1) // features
+    if values.dtype is _INT32 and offsets.dtype is _INT64:
+        if values.numel() < _INT32_MAX:  # clamped, so that a border past int32 stays as wrong as it was
+            offsets = offsets.clamp(-_INT32_MAX, _INT32_MAX).to(_INT32)
+        else:
+            values = values.to(_INT64)
+    rows = parts.rows_per_feature
+    if rows is not None:
+        _check_rows(spec, rows, values, offsets, batch)
+    return Batch(values, offsets.to(values.dtype), weights, batch, rows)
+
+
+def _checked(name: str, tensor: Any, dtypes: Sequence[torch.dtype], device: torch.device) -> Tensor:
+    allowed = ", ".join(map(str, dtypes))
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}; allowed: a 1-D tensor of {allowed}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype {tensor.dtype} is not allowed; allowed: {allowed}; convert it with .to()")
+    if tensor.dim() != 1:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not allowed; allowed: 1-D; see flatten()")
+    same = tensor.device.type == device.type and (tensor.is_cpu or device.index in (None, tensor.device.index))
+    if not same:
+        raise ValueError(f"{name}: is on {tensor.device}, the tables are on {device}; move it with .to({str(device)!r})")
+    return tensor.contiguous()
+
+
+def _check_offsets_length(offsets: Tensor, features: int) -> None:
+    if offsets.numel() == 0 or (offsets.numel() - 1) % features:
+        raise ValueError(
+            f"offsets: length {offsets.numel()} does not fit {features} features; allowed: {features} * batch + 1"
+        )
+
+
+def _check_rows(spec: CollectionSpec, rows: tuple[int, ...], values: Tensor, offsets: Tensor, batch: int) -> None:
+    if len(rows) != len(spec.features) or min(rows) < 0 or sum(rows) != values.numel():
+        raise ValueError(
+            f"rows_per_feature: {rows} does not fit {len(spec.features)} features with {values.numel()} ids together"
+        )
+    if values.is_cpu and not torch.compiler.is_compiling():  # a look at device memory would wait for the device
+        true = tuple(offsets[::batch].diff().tolist()) if batch else (0,) * len(rows)
+        if rows != true:
+            raise ValueError(f"rows_per_feature: {rows} given, offsets say {true}")
+
+
+def _unpack(spec: CollectionSpec, values: Any, offsets: Any, weights: Any, lengths: Any) -> _Parts:
+    """Tensors out of whatever carries them. What comes with its own borders takes none beside it."""
+    if isinstance(values, Tensor) and not values.is_nested:
+        if (offsets is None) == (lengths is None):
+            given = "neither" if offsets is None else "both"
+            raise ValueError(f"offsets, lengths: {given} given; give exactly one of them")
+        return _Parts(values, offsets, weights, lengths)
+    if isinstance(values, Jagged):
+        parts = _Parts(values.values, values.offsets, values.weights, values.lengths, values.rows_per_feature)
+    elif isinstance(values, Tensor):
+        parts = _from_nested(values)
+    elif all(hasattr(values, name) for name in ("keys", "values", "lengths", "weights_or_none")):
+        parts = _from_keyed(spec, values)
+    else:
+        raise TypeError(
+            f"values: got {type(values).__name__}; allowed: a 1-D tensor of ids, embforge.Jagged, "
+            "a nested tensor of layout torch.jagged, a KeyedJaggedTensor"
+        )
+    kind = type(values).__name__
+    if offsets is not None or lengths is not None:
+        name = "lengths" if offsets is None else "offsets"
+        raise ValueError(f"{name}: given beside a {kind}, which has its own; leave it out")
+    if weights is None:
+        return parts
+    if parts.weights is not None:
+        raise ValueError(f"weights: given beside a {kind}, which has its own; leave one out")
+    if not isinstance(values, Jagged | Tensor):
+        raise ValueError(f"weights: given beside a {kind}; give it the weights, so that they follow its keys")
+    return parts._replace(weights=_from_nested(weights).values if getattr(weights, "is_nested", False) else weights)
+
+
+def _from_nested(tensor: Any) -> _Parts:
+    if tensor.layout is not torch.jagged:
+        raise TypeError(
+            f"values: nested tensor of layout {tensor.layout} is not allowed; allowed: torch.jagged; "
+            "make it with torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
+    if tensor.lengths() is not None:  # bags with gaps between them
+        tensor = tensor.contiguous()
+    return _Parts(tensor.values(), tensor.offsets(), None, None)
+
+
+def _from_keyed(spec: CollectionSpec, keyed: Any) -> _Parts:
+    keys, wanted = list(keyed.keys()), [f.name for f in spec.features]
+    missing = [name for name in wanted if name not in keys]
+    if missing:
+        raise ValueError(f"values: no key for feature {', '.join(map(repr, missing))}; its keys: {', '.join(keys)}")
+    values, lengths, weights = keyed.values(), keyed.lengths(), keyed.weights_or_none()
+    if lengths.dim() != 1 or lengths.numel() % len(keys) or len(set(getattr(keyed, "stride_per_key", list)())) > 1:
+        raise ValueError(f"lengths: the {len(keys)} keys differ in batch size; every key needs the same batch")
+    if keys == wanted:
+        return _Parts(values, None, weights, lengths)
+    by_key = lengths.view(len(keys), -1)
+    sizes = by_key.sum(1).tolist()
+    if sum(sizes) != values.numel():
+        raise ValueError(f"values has {values.numel()} ids, lengths add up to {sum(sizes)}")
+    order = [keys.index(name) for name in wanted]
+    value_parts, weight_parts = values.split(sizes), None if weights is None else weights.split(sizes)
+    return _Parts(
+        torch.cat([value_parts[i] for i in order]),
+        None,
+        None if weight_parts is None else torch.cat([weight_parts[i] for i in order]),
+        by_key[order].flatten(),
+        tuple(sizes[i] for i in order),
+    )
+
+
+def raise_bad_input(
+    spec: CollectionSpec, values: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, bounds_check: str
+) -> None:
+    """Raises for the first bad number of a batch, and returns if there is none.
+
+    In this order: offsets (ValueError), then `concat` bags longer than their hotness (ValueError), then, if
+    `bounds_check` is "error", ids outside their table (IndexError), by feature, sample and position.
+    """
+    _check_offsets_length(offsets, len(spec.features))
+    if weights is not None and weights.numel() != values.numel():
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
+    if int(offsets[0]) != 0:
+        raise ValueError(f"offsets: offsets[0] is {int(offsets[0])}; offsets must start at 0")
+    at = _first(offsets[1:] < offsets[:-1])
+    if at is not None:
+        raise ValueError(
+            f"offsets: offsets[{at}] is {int(offsets[at])} and offsets[{at + 1}] is {int(offsets[at + 1])}; "
+            "offsets must never fall (no length may be negative)"
+        )
+    if int(offsets[-1]) != values.numel():
+        raise ValueError(f"offsets: values has {values.numel()} ids, offsets end at {int(offsets[-1])}; both must agree")
+    for index, feature in enumerate(spec.features):
+        if feature.pooling == "concat" and feature.hotness is not None:
+            lengths = offsets[index * batch : (index + 1) * batch + 1].diff()
+            at = _first(lengths > feature.hotness)
+            if at is not None:
+                raise ValueError(
+                    f"feature {feature.name!r}: the bag of sample {at} has {int(lengths[at])} ids, "
+                    f"hotness={feature.hotness} allows {feature.hotness}; raise hotness or cut the bag"
+                )
+    if bounds_check == "error":
+        for index, feature in enumerate(spec.features):
+            _check_ids(spec, index, values, offsets[index * batch : (index + 1) * batch + 1])
+
+
+def _check_ids(spec: CollectionSpec, index: int, values: Tensor, borders: Tensor) -> None:
+    feature = spec.features[index]
+    table = spec.table(feature.table)
+    begin = int(borders[0])
+    ids = values[begin : int(borders[-1])]
+    at = _first((ids < 0) | (ids >= table.num_embeddings))
+    if at is None:
+        return
+    place = torch.tensor([begin + at], dtype=borders.dtype, device=borders.device)
+    sample = int(torch.searchsorted(borders, place, right=True)) - 1
+    raise IndexError(
+        f"feature {feature.name!r}: id {int(ids[at])} of sample {sample}, position {begin + at - int(borders[sample])} "
+        f"is not a row of table {table.name!r}; allowed: 0 to {table.num_embeddings - 1} ({table.num_embeddings} rows)"
+    )
+
+
+def _first(flags: Tensor) -> int | None:
+    """Where the first True stands."""
+    return int(flags.int().argmax()) if bool(flags.any()) else None

@@ -1,0 +1,93 @@
+"""Calls a CPU plan's C function by pointer, on torch's own threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.errors import ToolchainError
+from embforge.codegen.plan import Plan
+from embforge.codegen.signature import arguments_of
+from embforge.inputs import Batch, raise_bad_input
+from embforge.launch.metadata import Metadata
+
+_CPU = torch.device("cpu")
+
+# What the kernel returns.
+OK, BAD_OFFSETS, BAD_ID, NO_MEMORY = 0, 1, 2, 3
+
+
+class CpuForward:
+    """One plan's loaded forward kernel. Safe to call from several threads at once."""
+
+    def __init__(self, plan: Plan, library: Path) -> None:
+        self.plan = plan
+        self._has_sequence = bool(plan.layout.sequence_features)
+        self._width = plan.layout.output_width
+        self._dtype = getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+        self._call: Any = getattr(ctypes.CDLL(str(library)), plan.uri)
+        self._call.restype = ctypes.c_int64
+        self._call.argtypes = [
+            ctypes.c_int64 if a.c_type == "int64_t" else ctypes.c_void_p for a in arguments_of("cpu")
+        ]
+        self._parallel_for = torch_parallel_for()
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pooled output, and the rows of `none` features if the spec has any.
+
+        Raises what `raise_bad_input` raises; for a bad id only if `bounds_check` is "error".
+        """
+        values, offsets, weights, size, _ = batch
+        pooled = torch.empty(size, self._width, dtype=self._dtype, device=_CPU)
+        sequence = torch.empty(sequence_elements, dtype=self._dtype, device=_CPU) if self._has_sequence else None
+        status = self._call(
+            metadata.pointer,
+            values.data_ptr(),
+            offsets.data_ptr(),
+            None if weights is None else weights.data_ptr(),
+            pooled.data_ptr(),
+            None if sequence is None else sequence.data_ptr(),
+            size,
+            values.numel(),
+            self._parallel_for,
+            torch.get_num_threads(),
+        )
+        if status != OK and (status != BAD_ID or bounds_check == "error"):
+            self._raise(status, batch, bounds_check)
+        return pooled, sequence
+
+    def check(self) -> None:
+        """Nothing is ever pending: a bad input raises in the call that has it."""
+
+    def _raise(self, status: int, batch: Batch, bounds_check: str) -> None:
+        if status == NO_MEMORY:
+            raise MemoryError(f"kernel {self.plan.uri}: no memory for the partial sums of a long bag")
+        raise_bad_input(self.plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
+        raise RuntimeError(
+            f"kernel {self.plan.uri} reported bad input (status {status}) but none was found: was the batch changed "
+            "by another thread during the call? If not, please report this with the batch"
+        )
+
+
+@cache
+def torch_parallel_for() -> int:
+    """The address of torch's thread pool entry (torch >= 2.10)."""
+    folder = Path(torch.__file__).parent / "lib"
+    library = next((p for p in (folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib") if p.exists()), None)
+    entry = None if library is None else getattr(ctypes.CDLL(str(library)), "torch_parallel_for", None)
+    address = ctypes.cast(entry, ctypes.c_void_p).value if entry is not None else None
+    if address is None:
+        raise ToolchainError(
+            f"torch {torch.__version__} does not export torch_parallel_for; embforge's CPU kernels need torch >= 2.10; "
+            "upgrade torch or use backend='reference'"
+        )
+    return address

@@ -1,0 +1,233 @@
+"""The truth: what a lookup means, in plain torch operations. Every other backend is tested against its bits.
+
+It is written to be read, not to be fast, but it is vectorised and works on one feature at a time, so that
+it can check batches and tables of real size. It never copies a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.layout import FeatureLayout, layout_of
+from embforge.codegen.semantics import CHUNK
+from embforge.codegen.semantics import CHUNK
+from embforge.codegen.spec import CollectionSpec, FeatureSpec
+from embforge.codegen.plan import Plan
+from embforge.inputs import Batch, raise_bad_input
+from embforge.launch.metadata import Metadata
+
+Load = Callable[[Tensor], Tensor]
+"""From int64 positions [k] to the items [k, D] that stand there."""
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+"""From what was combined so far and the next items, both [k, D], to the new state."""
+
+
+class ReferenceForward:
+    """The reference as a backend: the call of a kernel, answered by `lookup`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
+    ) -> tuple[Tensor, Tensor | None]:
+        return lookup(self.plan.spec, batch.values, batch.offsets, batch.weights, tables, bounds_check=bounds_check)
+
+    def check(self) -> None:
+        """Nothing is ever pending."""
+
+
+def lookup(
+    spec: CollectionSpec,
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    tables: Sequence[Tensor],
+    *,
+    bounds_check: str,
+    accumulate_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """All features of one batch: pooled `[B, output_width]` and the flat rows of the `none` features.
+
+    `tables` holds a `[V, D]` tensor a table of the spec, maybe strided. Results have the spec's output dtype;
+    with `accumulate_dtype=torch.float64` they stay float64 (for gradcheck; autograd goes through tables and weights).
+    Raises what `raise_bad_input` raises. In modes other than "error" ids outside a table are absent.
+    """
+    layout = layout_of(spec)
+    batch = (offsets.numel() - 1) // len(spec.features)
+    raise_bad_input(spec, values, offsets, weights, batch, bounds_check)
+    wide = accumulate_dtype == torch.float64
+    out_dtype = accumulate_dtype if wide else getattr(torch, DTYPES[spec.output_dtype].torch_name)
+    offsets = offsets.long()
+    pooled = [torch.empty((batch, 0), dtype=out_dtype, device=values.device)]
+    sequence = [torch.empty(0, dtype=out_dtype, device=values.device)]
+    for placed in layout.features:
+        borders = offsets[placed.index * batch : (placed.index + 1) * batch + 1]
+        begin, end = int(borders[0]), int(borders[-1])
+        bags = _Bags(
+            placed=placed,
+            table=tables[placed.table_index],
+            ids=values[begin:end].long(),
+            weights=weights[begin:end].to(accumulate_dtype) if weights is not None and placed.feature.weighted else None,
+            starts=borders[:-1] - begin,
+            lengths=borders.diff(),
+            dtype=accumulate_dtype,
+        )
+        result = _RESULT[placed.feature.pooling](bags).to(out_dtype)
+        if placed.column is None:
+            sequence.append(result.flatten())
+        else:
+            pooled.append(result)
+    return torch.cat(pooled, dim=1), torch.cat(sequence)
+
+
+class _Bags:
+    """One feature's part of the batch. Positions count from its first id."""
+
+    def __init__(
+        self,
+        placed: FeatureLayout,
+        table: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        starts: Tensor,
+        lengths: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self.placed = placed
+        self.table = table
+        self.weights = weights
+        self.starts = starts
+        self.lengths = lengths
+        self.dtype = dtype
+        self.present = _present(ids, table.shape[0], placed.feature)
+        self.any_absent = not bool(self.present.all())
+        self.ids = ids.masked_fill(~self.present, 0)  # an absent id reads row 0, and what it read is then dropped
+
+    def rows(self, absent: float) -> Load:
+        """The row at a position, times its weight; `absent` stands in for all columns of an absent id."""
+
+        def load(positions: Tensor) -> Tensor:
+            rows = self.table.index_select(0, self.ids[positions]).to(self.dtype)
+            if self.weights is not None:
+                rows = rows * self.weights[positions, None]
+            return rows.masked_fill(~self.present[positions, None], absent) if self.any_absent else rows
+
+        return load
+
+    def scalars(self, items: Tensor) -> Load:
+        """One number an id; an absent id adds nothing."""
+        column = items.masked_fill(~self.present, 0.0)[:, None]
+        return lambda positions: column[positions]
+
+    def count(self) -> Tensor:
+        """Present ids a bag, exactly."""
+        before = torch.nn.functional.pad(self.present.long().cumsum(0), (1, 0))
+        return before[self.starts + self.lengths] - before[self.starts]
+
+
+def _present(ids: Tensor, rows: int, feature: FeatureSpec) -> Tensor:
+    present = (ids >= 0) & (ids < rows)
+    if feature.padding_idx is not None and feature.pooling not in ("none", "concat"):
+        present &= ids != feature.padding_idx
+    return present
+
+
+def _canonical_sum(load: Load, bags: _Bags, width: int) -> Tensor:
+    return _reduce(load, bags.starts, bags.lengths, width, bags.dtype, torch.add, 0.0)
+
+
+def _keep_larger(best: Tensor, item: Tensor) -> Tensor:
+    """The first of equals wins (so +0 and -0 keep their order), and NaN once seen stays."""
+    return torch.where((best >= item) | best.isnan(), best, item)
+
+
+def _reduce(
+    load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype, combine: Combine, identity: float
+) -> Tensor:
+    """Combines the items of every bag in order within chunks of 64, then the chunks by the same rule, recursively."""
+    while True:
+        chunks = (lengths + CHUNK - 1) // CHUNK
+        bag = torch.repeat_interleave(chunks)
+        first = chunks.cumsum(0) - chunks
+        skipped = (torch.arange(bag.numel(), device=bag.device) - first[bag]) * CHUNK
+        combined = _fold(
+            load, starts[bag] + skipped, (lengths[bag] - skipped).clamp(max=CHUNK), width, dtype, combine, identity
+        )
+        if not bool((chunks > 1).any()):
+            result = torch.full((lengths.numel(), width), identity, dtype=dtype, device=lengths.device)
+            return result.index_copy(0, bag, combined)
+        load, starts, lengths = combined.__getitem__, first, chunks
+
+
+def _fold(
+    load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype, combine: Combine, identity: float
+) -> Tensor:
+    """Runs of 1 to 64 items, each combined strictly in order; all runs advance together, a position at a time."""
+    lengths, order = lengths.sort(descending=True, stable=True)  # so that the runs still alive are always a prefix
+    starts = starts[order]
+    state = torch.full((lengths.numel(), width), identity, dtype=dtype, device=lengths.device)
+    ended = torch.bincount(lengths, minlength=CHUNK + 1).cumsum(0).tolist()
+    for position in range(CHUNK):
+        alive = lengths.numel() - ended[position]
+        if alive == 0:
+            break
+        state[:alive] = combine(state[:alive], load(starts[:alive] + position))
+    return torch.empty_like(state).index_copy(0, order, state)
+
+
+def _sum(bags: _Bags) -> Tensor:
+    return _canonical_sum(bags.rows(absent=0.0), bags, bags.placed.dim)
+
+
+def _mean(bags: _Bags) -> Tensor:
+    if bags.weights is None:
+        return _divided(_sum(bags), bags.count().to(bags.dtype)[:, None])
+    return _divided(_sum(bags), _canonical_sum(bags.scalars(bags.weights), bags, 1))
+
+
+def _sqrtn(bags: _Bags) -> Tensor:
+    if bags.weights is None:
+        return _divided(_sum(bags), bags.count().to(bags.dtype)[:, None].sqrt())
+    return _divided(_sum(bags), _canonical_sum(bags.scalars(bags.weights * bags.weights), bags, 1).sqrt())
+
+
+def _divided(total: Tensor, denominator: Tensor) -> Tensor:
+    """One IEEE divide; a zero denominator gives zeros."""
+    zero = denominator == 0
+    return (total / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+
+
+def _max(bags: _Bags) -> Tensor:
+    best = _reduce(
+        bags.rows(absent=-torch.inf), bags.starts, bags.lengths, bags.placed.dim, bags.dtype, _keep_larger, -torch.inf
+    )
+    return best.masked_fill((bags.count() == 0)[:, None], 0.0)
+
+
+def _none(bags: _Bags) -> Tensor:
+    return bags.rows(absent=0.0)(torch.arange(bags.ids.numel(), device=bags.ids.device))
+
+
+def _concat(bags: _Bags) -> Tensor:
+    hotness = bags.placed.width // bags.placed.dim
+    bag = torch.repeat_interleave(bags.lengths)
+    place = bag * hotness + torch.arange(bag.numel(), device=bag.device) - bags.starts[bag]
+    slots = bags.lengths.numel() * hotness
+    result = torch.zeros((slots, bags.placed.dim), dtype=bags.dtype, device=bag.device)
+    return result.index_copy(0, place, _none(bags)).view(bags.lengths.numel(), bags.placed.width)
+
+
+_RESULT: dict[str, Callable[[_Bags], Tensor]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "sqrtn": _sqrtn,
+    "max": _max,
+    "none": _none,
+    "concat": _concat,
+}

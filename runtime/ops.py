@@ -1,0 +1,91 @@
+"""The torch operators: defined once, whatever the spec. A plan's text says which kernel a call means.
+
+Importing this module registers `embforge::lookup`; nothing is registered per spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.layout import CollectionLayout
+from embforge.inputs import Batch
+from embforge.launch.kernels import Program, kernel_of
+from embforge.launch.metadata import metadata_of
+
+LOOKUP = (
+    "lookup(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[] sequence_rows, "
+    "str program, str bounds_check) -> (Tensor pooled, Tensor sequence)"
+)
+"""`tables`: `[rows, dim]` in layout order. `sequence_rows`: ids of each `none` feature. `program`: see `Program`."""
+
+
+def _lookup(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    tables: Sequence[Tensor],
+    sequence_rows: Sequence[int],
+    program: str,
+    bounds_check: str,
+) -> tuple[Tensor, Tensor]:
+    kernel = kernel_of(program)
+    layout = kernel.plan.layout
+    batch = Batch(values, offsets, weights, (offsets.numel() - 1) // len(layout.features), None)
+    elements = sequence_elements(layout, sequence_rows)
+    pooled, sequence = kernel(metadata_of(tables, bounds_check), tables, batch, elements, bounds_check)
+    return pooled, values.new_empty(0, dtype=pooled.dtype) if sequence is None else sequence
+
+
+def _lookup_fake(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    tables: Sequence[Tensor],
+    sequence_rows: Sequence[int],
+    program: str,
+    bounds_check: str,
+) -> tuple[Tensor, Tensor]:
+    plan = _program(program).plan
+    dtype = getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+    batch = (offsets.numel() - 1) // len(plan.spec.features)
+    pooled = values.new_empty((batch, plan.layout.output_width), dtype=dtype)
+    return pooled, values.new_empty(sequence_elements(plan.layout, sequence_rows), dtype=dtype)
+
+
+def sequence_elements(layout: CollectionLayout, sequence_rows: Sequence[int]) -> int:
+    """Numbers in the flat sequence output, from the ids of each `none` feature."""
+    return sum(rows * f.dim for rows, f in zip(sequence_rows, layout.sequence_features, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _program(text: str) -> Program:
+    return Program.from_text(text)
+
+
+def _refuse_backward(context: Any, *gradients: Tensor) -> Any:
+    raise RuntimeError(
+        "embforge::lookup has no backward yet: this version runs forward only. Leave requires_grad=False on the tables, "
+        "or detach the result"
+    )
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("embforge", "DEF")
+    library.define(LOOKUP)
+    for key in ("CPU", "CUDA"):
+        library.impl("lookup", _lookup, key)
+    torch.library.register_fake("embforge::lookup", _lookup_fake, lib=library)
+    torch.library.register_autograd("embforge::lookup", _refuse_backward, lib=library)
+    return library
+
+
+LIBRARY = _register()
+"""Keeps the registration alive: torch drops a library's operators with it."""
+
+lookup: Any = torch.ops.embforge.lookup.default

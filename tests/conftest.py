@@ -1,0 +1,45 @@
+"""Shared by all tests: a cache of their own, and no silent skips where CI=true."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _test_cache() -> None:
+    """Tests share one kernel cache of their own, so that they neither use nor fill the user's."""
+    os.environ.setdefault("EMBFORGE_CACHE_DIR", str(ROOT / ".pytest_cache" / "embforge"))
+    os.environ.pop("EMBFORGE_KERNELS", None)
+    os.environ.pop("EMBFORGE_JIT", None)
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty kernel cache for one test."""
+    monkeypatch.setenv("EMBFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    """With CI=true a skipped test fails unless its reason is on the checked-in list."""
+    report: pytest.TestReport = yield
+    expected_to_fail = hasattr(report, "wasxfail")
+    if report.skipped and not expected_to_fail and os.environ.get("CI") == "true":
+        assert isinstance(report.longrepr, tuple)
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason not in allowed_skip_reasons():
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} skipped: {reason!r} is not in {ALLOWED_SKIPS.relative_to(ROOT)}"
+    return report
+
+
+def allowed_skip_reasons() -> set[str]:
+    lines = ALLOWED_SKIPS.read_text(encoding="utf-8").splitlines()
+    return {line.strip() for line in lines if line.strip() and not line.startswith("#")}

@@ -1,0 +1,60 @@
+"""Hypothesis strategies: specs and the batches to feed them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from embforge.cases import Case
+from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
+from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+
+DIMS = st.one_of(st.integers(1, 40), st.sampled_from([64, 100, 128, 257, 1000]))
+
+
+@st.composite
+def tables(draw: st.DrawFn, name: str, dims: st.SearchStrategy[int] = DIMS) -> TableSpec:
+    return TableSpec(name, draw(st.integers(1, 60)), draw(dims), draw(st.sampled_from(TABLE_DTYPES)))
+
+
+@st.composite
+def features(draw: st.DrawFn, name: str, table: TableSpec) -> FeatureSpec:
+    pooling = draw(st.sampled_from(POOLINGS))
+    hotness = draw(st.integers(1, 6)) if pooling == "concat" else draw(st.none() | st.integers(1, 12))
+    return FeatureSpec(
+        name,
+        table.name,
+        pooling,
+        weighted=pooling != "max" and draw(st.booleans()),
+        hotness=hotness,
+        padding_idx=draw(st.none() | st.integers(0, table.num_embeddings - 1)),
+    )
+
+
+@st.composite
+def specs(
+    draw: st.DrawFn, most_tables: int = 3, most_features: int = 5, dims: st.SearchStrategy[int] = DIMS
+) -> CollectionSpec:
+    """Any valid spec; every table is used, some by several features."""
+    made = [draw(tables(f"t{i}", dims)) for i in range(draw(st.integers(1, most_tables)))]
+    extra = draw(st.lists(st.sampled_from(made), max_size=max(most_features - len(made), 0)))
+    order = draw(st.permutations(made + extra))
+    return CollectionSpec(
+        made,
+        [draw(features(f"f{i}", table)) for i, table in enumerate(order)],
+        draw(st.sampled_from(OUTPUT_DTYPES)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_samples: int = 9, lengths: tuple[str, ...] = ("usual", "one", "none", "edges")) -> Case:
+    return Case(
+        batch=draw(st.integers(0, most_samples)),
+        lengths=draw(st.sampled_from(lengths)),
+        ids=draw(st.sampled_from(["uniform", "zipf", "same"])),
+        id_dtype=draw(st.sampled_from(["int32", "int64"])),
+        weights=draw(st.sampled_from(["absent", "normal", "special"])),
+        bad_ids=draw(st.booleans()),
+    )
+
+
+seeds = st.integers(0, 2**32 - 1)

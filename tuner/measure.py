@@ -1,0 +1,147 @@
+"""Paired, interleaved timing: every round runs all contenders in a new order, each on batches that rotate.
+
+The machine drifts (clock, neighbours, page cache), so times taken minutes apart do not compare; times taken in
+the same round do. No contender starts on a batch that the one before it has just pulled into the cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from embforge.tuner.workload import Batch
+
+SAMPLE_SECONDS = 1e-3
+"""A sample lasts at least this long: below, the clock and the interpreter's own noise are what is measured."""
+MIN_ROUNDS = 7
+MAX_ROUNDS = 400
+RESAMPLES = 1000
+
+
+class Contender(Protocol):
+    """Something that can be timed. `prepare` is not timed; `run` is, and may be called with any prepared batch."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, batch: Batch) -> Any: ...
+
+    def run(self, prepared: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long one contender took as another: median over rounds with a 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All samples, in seconds a call: `samples[name][round]`."""
+
+    samples: Mapping[str, tuple[float, ...]]
+    repeats: Mapping[str, int]
+    """Calls a sample is the mean of."""
+
+    @property
+    def rounds(self) -> int:
+        return min(map(len, self.samples.values()))
+
+    def median(self, name: str) -> float:
+        """Seconds a call."""
+        return float(np.median(self.samples[name]))
+
+    def spread(self, name: str) -> tuple[float, float]:
+        """The 20 % and 80 % quantiles of the samples."""
+        low, high = np.quantile(self.samples[name], (0.2, 0.8))
+        return float(low), float(high)
+
+    def ratio(self, slower: str, faster: str) -> Ratio:
+        """Time of `slower` over time of `faster`, paired by round: above 1 if the names are apt."""
+        paired = np.asarray(self.samples[slower]) / np.asarray(self.samples[faster])
+        rng = np.random.default_rng(0)
+        medians = np.median(rng.choice(paired, (RESAMPLES, paired.size)), axis=1)
+        low, high = np.quantile(medians, (0.025, 0.975))
+        return Ratio(float(np.median(paired)), float(low), float(high))
+
+
+def measure(
+    contenders: Sequence[Contender],
+    batches: Sequence[Batch],
+    *,
+    seconds: float,
+    seed: int = 0,
+    synchronize: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Measurement:
+    """Times the contenders for about `seconds` in all, at least `MIN_ROUNDS` rounds.
+
+    `synchronize` waits for a device, once a sample. At least 2 batches, so that they can rotate.
+    """
+    if len(batches) < 2:
+        raise ValueError(f"measure needs at least 2 batches to rotate, got {len(batches)}; 4 or more are usual")
+    prepared = {c.name: [c.prepare(batch) for batch in batches] for c in contenders}
+    rotation = Rotation(len(batches))
+
+    def sample(contender: Contender, repeats: int) -> float:
+        turns = [prepared[contender.name][index] for index in rotation.take(repeats)]
+        run = contender.run
+        synchronize()
+        start = clock()
+        for turn in turns:
+            run(turn)
+        synchronize()
+        return (clock() - start) / repeats
+
+    with _no_garbage_collection():
+        for contender in contenders:  # the first call compiles, faults pages in, starts threads
+            sample(contender, 2)
+        single = {c.name: min(sample(c, 1) for _ in range(3)) for c in contenders}
+        repeats = {name: max(1, math.ceil(SAMPLE_SECONDS / max(t, 1e-9))) for name, t in single.items()}
+        samples: dict[str, list[float]] = {c.name: [] for c in contenders}
+        rng = np.random.default_rng(seed)
+        deadline = clock() + seconds
+        for done in range(MAX_ROUNDS):
+            if done >= MIN_ROUNDS and clock() >= deadline:
+                break
+            for index in rng.permutation(len(contenders)):
+                contender = contenders[index]
+                samples[contender.name].append(sample(contender, repeats[contender.name]))
+    return Measurement({name: tuple(taken) for name, taken in samples.items()}, repeats)
+
+
+class Rotation:
+    """Batch indices in turn, for all contenders together: nobody begins where the one before ended."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._next = 0
+
+    def take(self, turns: int) -> list[int]:
+        """The next `turns` indices."""
+        taken = [(self._next + turn) % self._count for turn in range(turns)]
+        self._next = (self._next + turns) % self._count
+        return taken
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection that strikes one contender's sample is nobody's time."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -9,6 +9,7 @@ PIP    := $(RUN)python -m pip --disable-pip-version-check --quiet
 # Another torch requirement is another stamp, so that changing TORCH installs it.
 READY  := $(VENV)/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 PEERS  := $(VENV)/.peers
+GOLDEN_SPECS := dlrm llm_vocab mixed
 
 .PHONY: help setup demo test soak bench lint format typing golden wheel lock clean
 .DEFAULT_GOAL := help
@@ -40,7 +41,11 @@ format: $(READY) ## let ruff rewrite what it can
 	$(RUN)ruff format .
 
 golden: $(READY) ## regenerate generated/ from examples/specs
-	$(RUN)python -m tests.golden
+	rm -rf $(addprefix generated/,$(GOLDEN_SPECS))
+	set -e; for spec in $(GOLDEN_SPECS); do \
+	    $(RUN)embforge gen $$spec --target cuda --arch sm_90 --arch sm_100 --sources-only --out generated/$$spec; \
+	    $(RUN)embforge gen $$spec --target cpu --arch avx512 --arch avx2 --arch neon --sources-only --out generated/$$spec; \
+	done
 
 wheel: $(READY) ## dist/embforge-*.whl
 	$(RUN)python -m build --wheel --no-isolation --outdir dist .

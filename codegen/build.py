@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +95,18 @@ def _recipe(plan: Plan, target: Target, source: str) -> cache.Recipe:
 
 
 def _resources(plan: Plan, target: Target, entry: cache.Entry) -> list[dict[str, Any]]:
-    figures = cache.load_resources(entry)
+    figures = cache.load_resources(entry, _reader())
     if figures is None:
         figures = target.resources(plan, entry.binary.read_bytes())
-        cache.store_resources(entry, figures)
+        cache.store_resources(entry, _reader(), figures)
     return figures
+
+
+@functools.cache
+def _reader() -> str:
+    """A hash of the code that reads figures off binaries: by content, like everything in the cache."""
+    modules = sorted(files("embforge.codegen.targets").iterdir(), key=lambda item: item.name)
+    return cache.key_of({item.name: item.read_text("utf-8") for item in modules if item.name.endswith(".py")})
 
 
 def _directory_from_environment() -> Path | None:

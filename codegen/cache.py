@@ -128,19 +128,22 @@ def fetch(recipe: Recipe, *, lock_timeout: float = LOCK_TIMEOUT) -> tuple[Entry,
         lock.release()
 
 
-def load_resources(entry: Entry) -> list[dict[str, Any]] | None:
-    """The resource figures kept beside the entry's binary, or None if there are none for exactly this binary."""
+def load_resources(entry: Entry, reader: str) -> list[dict[str, Any]] | None:
+    """The resource figures kept beside the entry's binary, or None if there are none of exactly this binary.
+
+    `reader` says which version of the code read them off the binary; another version reads anew.
+    """
     try:
         record = json.loads((entry.directory / "resources.json").read_bytes())
         kernels: list[dict[str, Any]] = record["kernels"]
-        return kernels if record["binary_sha256"] == entry.sha256 else None
+        return kernels if (record["binary_sha256"], record["reader"]) == (entry.sha256, reader) else None
     except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: the caller measures again
         return None
 
 
-def store_resources(entry: Entry, kernels: list[dict[str, Any]]) -> None:
+def store_resources(entry: Entry, reader: str, kernels: list[dict[str, Any]]) -> None:
     """Keeps resource figures beside the binary; a cache that cannot be written keeps none."""
-    record = {"binary_sha256": entry.sha256, "kernels": kernels}
+    record = {"binary_sha256": entry.sha256, "reader": reader, "kernels": kernels}
     try:
         write_atomically(entry.directory / "resources.json", _json(record))
     except OSError as error:
@@ -220,8 +223,8 @@ def _private_dir() -> Path:
         raise CacheError(f"{directory} is no directory; set EMBFORGE_CACHE_DIR to a directory of your own")
     if owner is not None and (found.st_uid != owner or found.st_mode & 0o077):
         raise CacheError(
-            f"{directory} belongs to user {found.st_uid} with permissions {stat.S_IMODE(found.st_mode):04o}, and whoever "
-            f"can write there could have us run their code; set EMBFORGE_CACHE_DIR to a directory of your own"
+            f"{directory} belongs to user {found.st_uid} with permissions {stat.S_IMODE(found.st_mode):04o}: whoever can "
+            f"write there could have us run their code; set EMBFORGE_CACHE_DIR to a directory of your own"
         )
     return directory
 

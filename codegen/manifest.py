@@ -25,7 +25,12 @@ HEADLINE = ("registers", "spill_bytes", "shared_bytes", "occupancy", "bytes_in_f
 
 
 def kernel_record(
-    plan: Plan, source: str, source_name: str, binary: bytes | None, binary_name: str | None, resources: list[dict[str, Any]]
+    plan: Plan,
+    source: str,
+    source_name: str,
+    binary: bytes | None,
+    binary_name: str | None,
+    resources: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """One kernel's line in the manifest. Figures nobody has (sources only, or a CPU) are null."""
     return {

@@ -34,8 +34,9 @@ class CpuParams(_Checked):
     """How the CPU forward kernel walks its rows."""
 
     prefetch_bytes: int = tunable(
-        2048, (0, 512, 1024, 2048, 4096, 8192), "bytes of rows requested ahead of the row being added"
+        8192, (0, 1024, 2048, 4096, 8192, 16384, 32768), "bytes of rows requested ahead of the row being added"
     )
+    prefetch_level: int = tunable(2, (1, 2), "the cache that rows are requested into")
     tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running sum")
     grain_bytes: int = tunable(
         65536, (16384, 65536, 262144), "bytes of rows below which another thread is not worth waking"
@@ -51,13 +52,15 @@ class CudaParams(_Checked):
     pipeline: tuple[int, int] = tunable(
         (4, 4),
         ((2, 6), (2, 8), (4, 3), (4, 4), (4, 6), (8, 2), (8, 3), (8, 4)),
-        "(rows in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice, because "
-        "without the second the compiler trades the first away",
+        "(16-byte row loads in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice, "
+        "because without the second the compiler trades the first away",
     )
     vector_bytes: int = tunable(32, (8, 16, 32), "widest row load; 32 acts on sm_100 and later, as 16 before")
     id_tile: int = tunable(1024, (512, 1024, 2048), "ids a block stages in shared memory at a time")
-    bags_per_block: int = tunable(128, (32, 64, 128, 256), "most bags a block owns")
-    interleave: int = tunable(4, (1, 2, 4, 8), "bags a group of lanes streams through at least (one-hot interleave)")
+    bags_per_block: int = tunable(512, (64, 128, 256, 512, 1024), "most bags a block owns")
+    interleave: int = tunable(
+        8, (2, 4, 8, 16), "bags a group of lanes streams through: one-hot rows in flight, and balance within a warp"
+    )
     cache_hint: str = tunable(
         "no_allocate", ("no_allocate", "evict_last", "default"), "what a row load tells the L1 cache"
     )

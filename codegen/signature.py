@@ -33,6 +33,16 @@ METADATA_WORDS = ("address", "rows")
 unsigned number lets every id pass.
 """
 
+MISTAKES = ("BAD_ID", "BAD_OFFSET", "LONG_CONCAT")
+"""What a cuda kernel can find wrong, in the order of its records in `status`.
+
+BAD_ID: `value` at `position` of the bag is no row of the table. BAD_OFFSET: `value` at `position` of offsets lies
+outside of values or before its predecessor. LONG_CONCAT: a bag of `value` ids where `position` slots are.
+"""
+
+STATUS_WORDS = ("claimed", "feature", "sample", "position", "value")
+"""One record of `status`, int64 each; `claimed` is 0 until a thread found such a mistake. First come, first recorded."""
+
 FORWARD: tuple[Argument, ...] = (
     Argument("metadata", "const int64_t*", "per table: " + ", ".join(METADATA_WORDS)),
     Argument("values", "const id_t*", "num_values ids of all bags"),
@@ -42,9 +52,10 @@ FORWARD: tuple[Argument, ...] = (
     Argument("sequence", "out_t*", "rows of the 'none' features, one feature after the other"),
     Argument("batch", "int64_t", "samples"),
     Argument("num_values", "int64_t", "ids in values"),
-    Argument("status", "int64_t*", "device words for the first bad input, see status layout", ("cuda",)),
-    Argument("scratch", "float*", "partial sums of long bags", ("cuda",)),
-    Argument("queue", "int64_t*", "counters and work items of long bags", ("cuda",)),
+    Argument("sequence_size", "int64_t", "elements that sequence has room for", ("cuda",)),
+    Argument("status", "int64_t*", "the first mistake of each kind, see STATUS_WORDS", ("cuda",)),
+    Argument("scratch", "float*", "partial sums of long bags, see codegen/targets/cuda_launch.py", ("cuda",)),
+    Argument("queue", "int64_t*", "counters and records of long bags, see codegen/targets/cuda_launch.py", ("cuda",)),
     Argument("parallel_for", "parallel_for_t", "torch's thread pool, or null: run serially", ("cpu",)),
     Argument("threads", "int64_t", "threads to split the work over", ("cpu",)),
 )

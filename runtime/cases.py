@@ -105,16 +105,18 @@ def _ids(feature: FeatureSpec, table: TableSpec, case: Case, count: int, generat
     return ids
 
 
-def draw_tables(spec: CollectionSpec, seed: int, special: bool = False) -> tuple[Tensor, ...]:
+def draw_tables(
+    spec: CollectionSpec, seed: int, special: bool = False, device: str | torch.device = "cpu"
+) -> tuple[Tensor, ...]:
     """Tables of the spec's layout with random rows; with `special` also NaN, infinities, -0.0 and denormals.
 
     The bytes between rows are all ones (a NaN in every format), so that a kernel that reads them is found out.
     """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(_table(placed, special, generator) for placed in layout_of(spec).tables)
+    return tuple(_table(placed, special, generator, device) for placed in layout_of(spec).tables)
 
 
-def _table(placed: TableLayout, special: bool, generator: torch.Generator) -> Tensor:
+def _table(placed: TableLayout, special: bool, generator: torch.Generator, device: str | torch.device) -> Tensor:
     table, dtype = placed.table, getattr(torch, DTYPES[placed.table.dtype].torch_name)
     raw = torch.full((table.num_embeddings, placed.stride_bytes), 255, dtype=torch.uint8)
     rows = raw.view(dtype)[:, : table.embedding_dim]
@@ -126,7 +128,7 @@ def _table(placed: TableLayout, special: bool, generator: torch.Generator) -> Te
         rows.copy_(numbers)
     else:
         rows.uniform_(-1, 1, generator=generator)
-    return rows
+    return raw.to(device).view(dtype)[:, : table.embedding_dim]  # moved whole: a view would lose its stride
 
 
 def _below(limit: int, count: int, generator: torch.Generator) -> Tensor:

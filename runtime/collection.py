@@ -60,6 +60,7 @@ class EmbeddingCollection(nn.Module):
             raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(get_args(BoundsCheck))}")
         self.spec = spec
         self.layout: CollectionLayout = layout_of(spec)
+        self._has_sequence = bool(self.layout.sequence_features)
         self.bounds_check = bounds_check
         device = torch.device(device)
         self.backend = _backend(backend, device)
@@ -85,18 +86,20 @@ class EmbeddingCollection(nn.Module):
         `values`: ids, or anything `ef.Jagged`-like that carries its own borders; `offsets[F*B+1]` or
         `lengths[F*B]` feature-major. Raises ValueError, TypeError or IndexError naming what is wrong.
         """
-        if self.layout.sequence_features:
+        if self._has_sequence:
             names = ", ".join(repr(f.feature.name) for f in self.layout.sequence_features)
             raise ValueError(f"feature {names} has pooling 'none' and no column in a [B, D] result; call forward_dict()")
-        return self._lookup(normalise(self.spec, self._device(), values, offsets, weights, lengths), ())[0]
+        tables = self._weights()
+        return self._lookup(tables, normalise(self.spec, tables[0].device, values, offsets, weights, lengths), ())[0]
 
     def forward_dict(
         self, values: Any, offsets: Tensor | None = None, weights: Tensor | None = None, *, lengths: Tensor | None = None
     ) -> dict[str, Tensor]:
         """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
-        batch = normalise(self.spec, self._device(), values, offsets, weights, lengths)
+        tables = self._weights()
+        batch = normalise(self.spec, tables[0].device, values, offsets, weights, lengths)
         rows = self._sequence_rows(batch)
-        pooled, sequence = self._lookup(batch, rows)
+        pooled, sequence = self._lookup(tables, batch, rows)
         parts = iter(() if sequence is None else sequence.split(self._sequence_sizes(rows)))
         result = {}
         for placed in self.layout.features:
@@ -118,30 +121,32 @@ class EmbeddingCollection(nn.Module):
 
     def plan(self, id_dtype: str = "int64") -> Plan:
         """The plan that a call with such ids runs."""
-        return Plan("forward", self.backend, _arch(self.backend, self._device()), id_dtype, self.spec, self._params)
+        return Plan("forward", self.backend, arch_of(self.backend, self._device()), id_dtype, self.spec, self._params)
 
     def extra_repr(self) -> str:
         spec = self.spec
         sizes = f"{len(spec.tables)} tables, {len(spec.features)} features"
         return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}"
 
-    def _lookup(self, batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        weights = self._weights()
-        if torch.compiler.is_compiling() or _is_watched(weights, batch.values):
+    def _lookup(
+        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        values = batch.values
+        if torch.compiler.is_compiling() or _is_watched(tables, values):
             rows, program = list(sequence_rows), self._program(batch)
             result: tuple[Tensor, Tensor] = ops.lookup(
-                batch.values, batch.offsets, batch.weights, weights, rows, program, self.bounds_check
+                values, batch.offsets, batch.weights, tables, rows, program, self.bounds_check
             )
             return result
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
-        ready = self._ready.get(batch.values.dtype)
+        ready = self._ready.get(values.dtype)
         if ready is None:
-            ready = _Ready(kernel_of(self._program(batch)), metadata_of(weights, self.bounds_check))
-            self._ready[batch.values.dtype] = ready
-        elif ready.metadata.addresses != addresses_of(weights):
-            ready.metadata = metadata_of(weights, self.bounds_check)
+            ready = _Ready(kernel_of(self._program(batch)), metadata_of(tables, self.bounds_check))
+            self._ready[values.dtype] = ready
+        elif ready.metadata.addresses != addresses_of(tables):
+            ready.metadata = metadata_of(tables, self.bounds_check)
         elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        return ready.kernel(ready.metadata, weights, batch, elements, self.bounds_check)
+        return ready.kernel(ready.metadata, tables, batch, elements, self.bounds_check)
 
     def _program(self, batch: Batch) -> str:
         return Program(self.plan(ID_DTYPES[batch.values.dtype]), self._kernels).text
@@ -173,9 +178,8 @@ class EmbeddingCollection(nn.Module):
         return [table._parameters["weight"] for table in self._tables().values()]
 
     def _device(self) -> torch.device:
-        for table in self._tables().values():
-            return table.weight.device
-        raise AssertionError("a spec has at least one table")
+        device: torch.device = self._weights()[0].device
+        return device
 
     def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingCollection:
         super()._apply(fn, recurse)
@@ -190,11 +194,14 @@ class EmbeddingCollection(nn.Module):
         return {**self.__dict__, "_ready": {}}  # kernels are found again by their plan
 
 
-def _is_watched(weights: Sequence[Any], values: Tensor) -> bool:
+def _is_watched(tables: list[Any], values: Tensor) -> bool:
     """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass."""
+    if torch.is_grad_enabled():
+        for table in tables:  # a loop: any() with a generator takes three times as long
+            if table.requires_grad:
+                return True
     return (
-        (torch.is_grad_enabled() and any(w.requires_grad for w in weights))
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
@@ -222,7 +229,8 @@ def _params(given: Params | None, backend: str) -> Params:
     return given
 
 
-def _arch(backend: str, device: torch.device) -> str:
+def arch_of(backend: str, device: torch.device) -> str:
+    """What the backend generates code for on that device."""
     if backend == "cpu":
         return host_isa()
     if backend == "reference":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from embforge.cases import Case
@@ -58,3 +61,10 @@ def cases(draw: st.DrawFn, most_samples: int = 9, lengths: tuple[str, ...] = ("u
 
 
 seeds = st.integers(0, 2**32 - 1)
+
+SOAK = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
+
+
+def examples(count: int) -> settings:
+    """So many examples, the same every time; `make soak` draws twenty times as many, new ones each time."""
+    return settings(max_examples=count * (20 if SOAK else 1), derandomize=not SOAK, deadline=None)

@@ -146,11 +146,12 @@ def test_private_directory_of_someone_else_is_refused(tmp_path: Path, monkeypatc
 
 def test_resources_are_kept_for_exactly_their_binary(fresh_cache: Path) -> None:
     entry, _ = cache.fetch(recipe())
-    assert cache.load_resources(entry) is None
-    cache.store_resources(entry, [{"symbol": "k", "registers": 32}])
-    assert cache.load_resources(entry) == [{"symbol": "k", "registers": 32}]
+    assert cache.load_resources(entry, "v1") is None
+    cache.store_resources(entry, "v1", [{"symbol": "k", "registers": 32}])
+    assert cache.load_resources(entry, "v1") == [{"symbol": "k", "registers": 32}]
+    assert cache.load_resources(entry, "v2") is None
     other = cache.Entry(entry.directory, entry.source, entry.binary, "another hash")
-    assert cache.load_resources(other) is None
+    assert cache.load_resources(other, "v1") is None
 
 
 def test_clear_removes_kernels_and_nothing_else(fresh_cache: Path) -> None:
@@ -174,7 +175,8 @@ def compile_(path):
 
 while not Path(sys.argv[2]).exists():
     time.sleep(0.005)
-entry, was_there = cache.fetch(cache.Recipe("forward_race", cache.key_of({"a": "b"}), "source", ".cu", ".cubin", compile_))
+recipe = cache.Recipe("forward_race", cache.key_of({"a": "b"}), "source", ".cu", ".cubin", compile_)
+entry, was_there = cache.fetch(recipe)
 assert entry.binary.read_bytes() == b"binary"
 """
 
@@ -209,7 +211,8 @@ def test_eight_processes_compile_one_kernel_once(fresh_cache: Path, tmp_path: Pa
     text = tmp_path / "plan.json"
     text.write_text(Plan("forward", "cpu", host_isa(), "int64", spec, CpuParams()).text)
     workers = [
-        subprocess.Popen([sys.executable, "-c", COMPILING, str(text)], stdout=subprocess.PIPE, text=True) for _ in range(8)
+        subprocess.Popen([sys.executable, "-c", COMPILING, str(text)], stdout=subprocess.PIPE, text=True)
+        for _ in range(8)
     ]
     answers = [w.communicate(timeout=120)[0] for w in workers]
     assert [w.returncode for w in workers] == [0] * 8

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conformance import naive
-from hypothesis import given, settings
-from strategies import cases, seeds, specs
+from hypothesis import given
+from strategies import cases, examples, seeds, specs
 
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
@@ -34,7 +34,7 @@ def one_feature(pooling: str, weighted: bool = False, output: str = "fp32", tabl
 
 
 @given(spec=specs(), case=cases(most_samples=5), seed=seeds)
-@settings(max_examples=120)
+@examples(150)
 def test_any_spec_and_batch(spec: CollectionSpec, case: Case, seed: int) -> None:
     check(spec, draw_batch(spec, case, seed), draw_tables(spec, seed, special=bool(seed % 2)))
 
@@ -98,6 +98,17 @@ def test_weights_that_add_up_to_zero_give_zeros() -> None:
         spec, torch.tensor([1, 2]), torch.tensor([0, 2]), weights, draw_tables(spec, 0), bounds_check="error"
     )
     assert pooled.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_square_root_is_rounded_correctly() -> None:
+    """torch.sqrt is not, on a CPU."""
+    spec = CollectionSpec([TableSpec("t", 1, 1)], [FeatureSpec("f", "t", "sqrtn")])
+    lengths = torch.arange(1, 500)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.zeros(int(offsets[-1]), dtype=torch.int64)
+    pooled, _ = reference.lookup(spec, ids, offsets, None, [torch.ones(1, 1)], bounds_check="error")
+    counts = lengths.numpy().astype(np.float32)
+    np.testing.assert_array_equal(pooled[:, 0].numpy(), counts / np.sqrt(counts))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

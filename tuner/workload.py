@@ -75,7 +75,7 @@ class Zipf:
         cumulative = np.cumsum(np.arange(1, head + 1, dtype=np.float64) ** -s)
         tail = _power_integral(head + 0.5, rows + 0.5, s)
         drawn = rng.random(count) * (cumulative[-1] + tail)
-        ranks = np.searchsorted(cumulative, drawn, side="right").astype(np.int64)
+        ranks: Ints = np.searchsorted(cumulative, drawn, side="right").astype(np.int64)
         past = ranks >= head
         beyond = _power_integral_inverse(head + 0.5, drawn[past] - cumulative[-1], s)
         ranks[past] = np.clip(np.floor(beyond + 0.5).astype(np.int64) - 1, head - 1, rows - 1)
@@ -203,7 +203,8 @@ def _spread(ranks: Ints, rows: int) -> Ints:
     factor = max(1, min(int(rows * 0.6180339887), (2**63 - 1) // rows - 1))
     while math.gcd(factor, rows) != 1:
         factor -= 1
-    return (ranks * factor + rows // 3) % rows
+    spread: Ints = (ranks * factor + rows // 3) % rows
+    return spread
 
 
 def _power_integral(low: float, high: float, s: float) -> float:
@@ -216,9 +217,11 @@ def _power_integral(low: float, high: float, s: float) -> float:
 def _power_integral_inverse(low: float, area: NDArray[np.float64], s: float) -> NDArray[np.float64]:
     """The x at which the integral of x^-s from low reaches area."""
     if s == 1.0:
-        return low * np.exp(area)
-    base = low ** (1.0 - s) + area * (1.0 - s)
-    return np.maximum(base, np.finfo(np.float64).tiny) ** (1.0 / (1.0 - s))
+        reached: NDArray[np.float64] = low * np.exp(area)
+        return reached
+    base = np.maximum(low ** (1.0 - s) + area * (1.0 - s), np.finfo(np.float64).tiny)
+    reached = base ** (1.0 / (1.0 - s))
+    return reached
 
 
 @dataclass(frozen=True)

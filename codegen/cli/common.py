@@ -29,7 +29,7 @@ class Commands(click.Group):
     """A group whose expected failures are one sentence and an exit code, never a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from embforge.codegen.errors import EmbforgeError, PlanError, SpecError
+        from embforge.codegen.errors import EmbforgeError
 
         try:
             return super().invoke(ctx)
@@ -37,16 +37,8 @@ class Commands(click.Group):
             if ctx.meta.get(JSON_ASKED):
                 print_json({"error": str(error), "kind": type(error).__name__})
             click.echo(f"embforge: {error}", err=True)
-            ctx.exit(USAGE_ERROR if isinstance(error, SpecError | PlanError) else TOOLCHAIN_ERROR)
-
-
-class SpecArgument(click.ParamType):
-    """A path to a spec file, or the bare name of one that ships with embforge."""
-
-    name = "spec"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> CollectionSpec:
-        return load_spec(str(value))
+            # Errors in what was given are ValueErrors (specs, plan fields, workloads); the rest concern this machine.
+            ctx.exit(USAGE_ERROR if isinstance(error, ValueError) else TOOLCHAIN_ERROR)
 
 
 def load_spec(text: str) -> CollectionSpec:
@@ -64,7 +56,8 @@ def load_spec(text: str) -> CollectionSpec:
 
 
 def spec_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.argument("spec", type=SpecArgument())(command)
+    """SPEC: a path to a spec file, or the bare name of one that ships with embforge."""
+    return click.argument("spec", callback=lambda ctx, param, value: load_spec(value))(command)
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,14 +121,21 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[object], None]]:
-    """A bar on stderr, gone when done; the function it gives is called once a finished step, with anything."""
+def stage_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr for work in stages; the function it gives is told the stage, steps done and steps in all."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda _step: bar.advance(task)
+        task = bar.add_task("")
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """A spinner on stderr for work of unknown length."""
+    with console(stderr=True).status(title):
+        yield
 
 
 def _value(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from embforge.codegen.cli.common import (
     param_option,
     plans_for,
     print_json,
-    progress_bar,
     spec_argument,
+    stage_bar,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ ID_CHOICES = {"int64": ("int64",), "int32": ("int32",), "both": ("int64", "int32
     multiple=True,
     help="sm_75 .. sm_120, or avx512, avx2, neon, generic; may be repeated. Default: every GPU generation; this CPU.",
 )
-@click.option("--out", "out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Directory to fill.")
+@click.option("--out", "out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Where to write.")
 @click.option("--ids", type=click.Choice(list(ID_CHOICES)), default="int64", show_default=True, help="Type of the ids.")
 @click.option("--sources-only", is_flag=True, help="Emit sources and the manifest, compile nothing.")
 @param_option
@@ -67,13 +68,14 @@ def gen(
     screen = console()
     if any(record["symbols"] for record in records):
         screen.print(resource_table(records))
-    screen.print(f"{len(records)} kernels in {out}/, listed in {out / MANIFEST}", soft_wrap=True)
+    count = "1 kernel" if len(records) == 1 else f"{len(records)} kernels"
+    screen.print(f"{count} in {out}/, listed in {out / MANIFEST}", soft_wrap=True)
 
 
 def default_archs(target: str) -> tuple[str, ...]:
     """All GPU generations, or this machine's instruction set."""
     if target == "cuda":
-        from embforge.codegen.targets.cuda import ARCHS
+        from embforge.codegen.targets.arch import ARCHS
 
         return tuple(ARCHS)
     from embforge.codegen.machine import host_isa
@@ -90,8 +92,10 @@ def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> lis
 
     built: Sequence[Built | None] = [None] * len(plans)
     if not sources_only:
-        with progress_bar(f"compiling {len(plans)} kernels", len(plans)) as step:
-            built = build_many(plans, resources=True, progress=step)
+        with stage_bar() as tell:
+            tell("compiling", 0, len(plans))
+            done = count(1)
+            built = build_many(plans, resources=True, progress=lambda _: tell("compiling", next(done), len(plans)))
     out.mkdir(parents=True, exist_ok=True)
     records = []
     for plan, made in zip(plans, built, strict=True):

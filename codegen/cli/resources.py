@@ -21,7 +21,7 @@ def resource_table(records: Iterable[dict[str, Any]]) -> Table:
             table.add_row(
                 record["arch"] if number == 0 else "",
                 record["id_dtype"] if number == 0 else "",
-                str(symbol.get("kernel") or symbol.get("symbol", "")).removeprefix(record["uri"]).strip("_") or "forward",
+                str(symbol.get("symbol", "")).removeprefix(record["uri"]).strip("_") or "forward",
                 _show(symbol.get("registers")),
                 _show(symbol.get("spill_bytes"), " B"),
                 _show(symbol.get("shared_bytes"), " B"),

@@ -26,7 +26,10 @@ CACHE_LINE = 64
 BAG_OVERHEAD_BYTES = 64
 """What starting a bag costs, in bytes of rows that could have been read meanwhile."""
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
+CACHED_TABLE_BYTES = 1 << 19
+"""A table of this size lies in a core's own cache after a few batches: prefetching it only costs instructions."""
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,6 @@ def _bucket_facts(bucket: Bucket, params: CpuParams) -> dict[str, Any]:
         "weighted": bucket.weighted,
         "is_max": bucket.pooling == "max",
         "tile_vectors": params.tile_vectors,
-        "rows_ahead": -(-params.prefetch_bytes // _touched_bytes(bucket)),
     }
 
 
@@ -148,6 +150,7 @@ def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket, isa: Isa) 
         "column": placed.column or 0,
         "padding": padding,
         "hotness": feature.hotness if feature.pooling == "concat" else 0,
+        "ahead": _rows_ahead(plan, placed, bucket),
         "run": "nullptr" if feature.pooling == "none" else f"{runner}<{bucket.label}>",
         "copy_rows": f"copy_rows<{bucket.label}>" if feature.pooling == "none" else "nullptr",
         "sum_units": f"sum_units<{bucket.label}>" if pooled else "nullptr",
@@ -156,6 +159,13 @@ def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket, isa: Isa) 
         "row_cost": _touched_bytes(bucket) + (result_bytes if feature.pooling == "none" else 0),
         "bag_cost": 0 if feature.pooling == "none" else result_bytes + BAG_OVERHEAD_BYTES,
     }
+
+
+def _rows_ahead(plan: Plan, placed: FeatureLayout, bucket: Bucket) -> int:
+    table = plan.layout.tables[placed.table_index]
+    if table.stride_bytes * table.table.num_embeddings <= CACHED_TABLE_BYTES:
+        return 0
+    return -(-_params(plan).prefetch_bytes // _touched_bytes(bucket))
 
 
 def _touched_bytes(bucket: Bucket) -> int:

@@ -1,0 +1,1 @@
+"""The forward benchmark: workloads, criteria, runner, page and plot. Not part of the wheel."""

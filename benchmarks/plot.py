@@ -1,0 +1,104 @@
+"""The benchmark's plot: how much faster than each peer, and how near the machine's limit, workload by workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.criteria import OF_LIMIT_LARGE, OVER_PEERS
+from benchmarks.workloads import BenchWorkload
+from embforge.tuner.bench import BenchReport
+
+INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e8ec"
+COLORS = {"torch": "#e4572e", "fbgemm": "#4c6ef5", "limit": "#2b8a6e"}
+LABELS = {"torch": "torch.nn.EmbeddingBag", "fbgemm": "FBGEMM CPU TBE"}
+GROUP_TITLES = {"large": "tables far past the cache", "cache": "tables in the cache", "overhead": "one sample"}
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": INK,
+    "svg.hashsalt": "embforge",
+}
+
+
+def draw(path: Path, workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport]) -> None:
+    """Writes the plot; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    heights = _heights(workloads)
+    with pyplot.rc_context(STYLE):
+        figure, (speed, share) = pyplot.subplots(
+            1, 2, sharey=True, figsize=(10, 1.3 + 0.27 * max(heights)), width_ratios=(3, 2), layout="constrained"
+        )
+        _draw_speed(speed, heights, reports)
+        _draw_share(share, heights, reports)
+        speed.set_yticks(heights, [w.name for w in workloads])
+        speed.set_ylim(max(heights) + 0.8, -1.0)
+        for group, height in _titles(workloads, heights):
+            speed.text(-0.02, height, GROUP_TITLES[group], transform=speed.get_yaxis_transform(),
+                       ha="right", va="center", color=MUTED, fontsize=8, style="italic")  # fmt: skip
+        for axes in (speed, share):
+            axes.tick_params(length=0)
+            axes.grid(axis="x", color=GRID, linewidth=0.8)
+            axes.set_axisbelow(True)
+            for spine in axes.spines.values():
+                spine.set_visible(False)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport]) -> None:
+    """A dot a peer with its 95 % interval, on a scale where twice as fast is as far as half as fast."""
+    for name, color in COLORS.items():
+        points = [(r.ratios[name], y) for r, y in zip(reports, heights, strict=True) if name in r.ratios]
+        if not points:
+            continue
+        medians, at = [p.median for p, _ in points], [y for _, y in points]
+        axes.hlines(at, [p.low for p, _ in points], [p.high for p, _ in points], color=color, linewidth=2, alpha=0.5)
+        axes.scatter(medians, at, s=34, color=color, label=LABELS[name], zorder=3, edgecolor="white", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.axvline(OVER_PEERS, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.9), high)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axes.set_title("Times as fast as …", loc="left", fontsize=11, color=INK, pad=22)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, frameon=False, fontsize=9,
+                handletextpad=0.2, borderpad=0)  # fmt: skip
+
+
+def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport]) -> None:
+    """A bar up to the share of the speed at which rows can be read at all."""
+    shares = [(r.limit_share.median, y) for r, y in zip(reports, heights, strict=True) if r.limit_share]
+    axes.barh([y for _, y in shares], [s for s, _ in shares], height=0.55, color=COLORS["limit"], alpha=0.85)
+    for value, y in shares:
+        axes.text(value + 0.015, y, f"{value:.0%}", va="center", fontsize=8, color=MUTED)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.axvline(OF_LIMIT_LARGE, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlim(0, max([1.12, *(s + 0.12 for s, _ in shares)]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_title("Share of the gather limit", loc="left", fontsize=11, color=INK, pad=22)
+
+
+def _heights(workloads: Sequence[BenchWorkload]) -> list[float]:
+    """Rows from the top, with room for a title where a group begins."""
+    heights, height = [], -1.0
+    for index, workload in enumerate(workloads):
+        begins = index == 0 or workloads[index - 1].group != workload.group
+        height += 2.0 if begins else 1.0
+        heights.append(height)
+    return heights
+
+
+def _titles(workloads: Sequence[BenchWorkload], heights: list[float]) -> list[tuple[str, float]]:
+    first: dict[str, float] = {}
+    for workload, height in zip(workloads, heights, strict=True):
+        first.setdefault(workload.group, height - 1.0)
+    return list(first.items())

@@ -1,0 +1,48 @@
+"""Reads `forward.toml`: named workloads, each a spec and a workload string."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+
+FORWARD = Path(__file__).with_name("forward.toml")
+GROUPS = ("large", "cache", "overhead")
+
+
+@dataclass(frozen=True)
+class BenchWorkload:
+    """One line of the benchmark."""
+
+    name: str
+    group: str
+    spec: CollectionSpec
+    load: str
+    against_torch: float | None = None
+    """`overhead` only: how many times as fast as the nn.EmbeddingBag loop a call must be."""
+
+
+def read_workloads(path: Path = FORWARD) -> list[BenchWorkload]:
+    """The workloads of a file, in its order. `ValueError` names an entry that cannot be read."""
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))["workload"]
+    return [_workload(entry) for entry in entries]
+
+
+def _workload(entry: dict[str, Any]) -> BenchWorkload:
+    name, group = entry["name"], entry["group"]
+    if group not in GROUPS:
+        raise ValueError(f"workload {name!r}: group={group!r} is not known; allowed: {', '.join(GROUPS)}")
+    if (group == "overhead") != ("against_torch" in entry):
+        raise ValueError(f"workload {name!r}: against_torch belongs to group 'overhead' and to no other")
+    dims, dtype = entry["dims"], entry.get("dtype", "fp32")
+    tables = [
+        TableSpec(f"table{index}", entry["rows"], dims[index % len(dims)], dtype) for index in range(entry["tables"])
+    ]
+    features = [FeatureSpec(f"feature{index}", table.name) for index, table in enumerate(tables)]
+    slug = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower()
+    spec = CollectionSpec(tuple(tables), tuple(features), name=slug)
+    return BenchWorkload(name, group, spec, entry["load"], entry.get("against_torch"))

@@ -1,0 +1,96 @@
+"""`embforge bench`: a spec's lookup timed beside the libraries people use today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from embforge.codegen.cli.common import (
+    CHECK_FAILED,
+    EXIT_CODES,
+    OK,
+    console,
+    json_option,
+    param_option,
+    params_of,
+    print_json,
+    spec_argument,
+    waiting,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from embforge.codegen.spec import CollectionSpec
+
+
+@click.command(epilog=EXIT_CODES)
+@spec_argument
+@click.option("--on", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="What to time.")
+@click.option("--against", default="torch,fbgemm", show_default=True, help="Peers, comma-separated; empty for none.")
+@click.option(
+    "--workload",
+    default="uniform",
+    show_default=True,
+    help="How ids, bag lengths and batches are drawn, e.g. zipf:1.05,len=geo:20,batch=2048.",
+)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="Time to spend.")
+@param_option
+@json_option
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    spec: CollectionSpec,
+    on: str,
+    against: str,
+    workload: str,
+    seconds: float,
+    overrides: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Time SPEC's lookup, interleaved with its peers and with the machine's gather limit; compare the outputs.
+
+    Exits with 1 if the outputs of two libraries differ by more than rounding.
+    """
+    from embforge.tuner.bench import bench_spec
+
+    peers = [name.strip() for name in against.split(",") if name.strip()]
+    params = params_of(on, overrides) if overrides else None
+    with waiting(f"timing {spec.name} for about {seconds:g} s"):
+        report = bench_spec(spec, on=on, against=peers, workload=workload, seconds=seconds, params=params)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        screen = console()
+        screen.print(timing_table(report))
+        for note in notes_of(report):
+            screen.print(note, soft_wrap=True, markup=False)
+    ctx.exit(CHECK_FAILED if report.disagreeing else OK)
+
+
+def timing_table(report: Any) -> Table:
+    """A line a contender: median, spread, and its time over ours."""
+    from rich.table import Table
+
+    title = f"{report.spec} on {report.on}: {report.workload}, {report.ids:,} ids a batch"
+    table = Table("", title=title, title_justify="left")
+    for heading in ("median", "20 % .. 80 %", "time / ours"):
+        table.add_column(heading, justify="right")
+    for timing in report.timings:
+        ratio = report.ratios.get(timing.name) or (report.limit_share if timing.name == "limit" else None)
+        table.add_row(
+            f"{timing.name} (the machine's gather limit)" if timing.name == "limit" else timing.name,
+            f"{timing.median:,.0f} µs",
+            f"{timing.low:,.0f} .. {timing.high:,.0f} µs",
+            f"{ratio.median:.2f}" if ratio else "",
+        )
+    return table
+
+
+def notes_of(report: Any) -> list[str]:
+    """What the table does not say: who was left out, and whose outputs differ."""
+    notes = [f"{name} did not take part: {why}" for name, why in report.skipped.items()]
+    notes += [f"{name}: outputs differ from ours by {report.differences[name]:.2g}" for name in report.disagreeing]
+    return notes

@@ -1,0 +1,100 @@
+"""`embforge demo`: everything once, in a few minutes, on one example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from embforge.codegen.cli.common import (
+    CHECK_FAILED,
+    EXIT_CODES,
+    OK,
+    console,
+    json_option,
+    load_spec,
+    params_of,
+    plans_for,
+    print_json,
+    stage_bar,
+    waiting,
+)
+
+EXAMPLE = "dlrm"
+WORKLOAD = "zipf:1.05,batch=512"
+SECONDS = 8.0
+NEXT = """What to do next
+  look at the kernels      {out}/*.cpp, {out}/*.cu
+  with your own tables     write a spec like examples/specs/dlrm.toml (`embforge schema` has its JSON schema), then
+                           embforge gen SPEC --target cuda --arch sm_90 --out kernels/
+  check every plan field   embforge verify dlrm --on cpu
+  from Python              ef.EmbeddingCollection(ef.CollectionSpec.from_toml("SPEC")); see README.md
+  if you have a GPU        embforge verify dlrm --on cuda: you would be the first, and we would love to hear"""
+
+
+@click.command(epilog=EXIT_CODES)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("embforge-demo"),
+    show_default=True,
+    help="Directory for the generated kernels.",
+)
+@json_option
+@click.pass_context
+def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
+    """Everything once: one spec becomes a CPU kernel and cubins for eight GPU generations, checked and timed."""
+    from embforge.codegen.cli.bench import notes_of, timing_table
+    from embforge.codegen.cli.gen import default_archs, emit
+    from embforge.codegen.cli.resources import resource_table
+    from embforge.codegen.cli.verify import check_table
+    from embforge.codegen.errors import ToolchainError
+    from embforge.tuner.bench import bench_spec
+    from embforge.verify import verify
+
+    screen = console()
+
+    def say(*lines: Any) -> None:
+        if not as_json:
+            for line in lines:
+                screen.print(line, soft_wrap=isinstance(line, str))
+
+    spec = load_spec(EXAMPLE)
+    dims = sorted({t.embedding_dim for t in spec.tables})
+    sizes = f"{len(spec.tables)} tables of {dims[0]} to {dims[-1]} columns, {len(spec.features)} features"
+    say(f"[bold]1. A spec:[/] {EXAMPLE}, {sizes}")
+
+    isa = default_archs("cpu")
+    say("", f"[bold]2. One kernel for this CPU[/] ({isa[0]})")
+    (cpu,) = emit(plans_for(spec, "cpu", isa, ["int64"], []), out)
+    say(f"   {out / cpu['source']}")
+
+    say("", "[bold]3. The same spec for eight GPU generations[/] (compiled by NVRTC; no GPU needed, none timed)")
+    gpu: list[dict[str, Any]] = []
+    try:
+        gpu = emit(plans_for(spec, "cuda", default_archs("cuda"), ["int64"], []), out)
+        say(resource_table(gpu))
+    except ToolchainError as error:  # macOS has no NVRTC; the rest of the demo works there
+        say(f"   left out: {error}")
+
+    say("", "[bold]4. Checked[/] against the reference, bit for bit, and against torch.nn.EmbeddingBag")
+    with stage_bar() as tell:
+        checks = verify(spec, on="cpu", params=[params_of("cpu", [])], batch_sizes=(1, 64), progress=tell)
+    say(check_table(checks))
+    for row in checks:
+        if not row.passed:
+            say(f"   {row.check}: {row.detail}")
+
+    say("", "[bold]5. Timed[/], interleaved with what people use today (a short run: `make bench` is the long one)")
+    with waiting(f"timing for about {SECONDS:g} s"):
+        report = bench_spec(spec, on="cpu", workload=WORKLOAD, seconds=SECONDS)
+    say(timing_table(report), *notes_of(report))
+
+    passed = all(row.passed for row in checks) and not report.disagreeing
+    say("", NEXT.format(out=out))
+    if as_json:
+        kernels = [cpu, *gpu]
+        data = {"passed": passed, "directory": str(out), "kernels": kernels}
+        print_json(data | {"checks": [vars(row) for row in checks], "bench": report.to_json()})
+    ctx.exit(OK if passed else CHECK_FAILED)

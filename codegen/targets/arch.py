@@ -1,0 +1,71 @@
+"""Facts about GPU architectures that occupancy and code generation depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embforge.codegen.errors import PlanError
+
+WARP = 32
+REGISTER_UNIT = 256
+"""Registers are handed to warps in units of this many."""
+MAX_STATIC_SHARED = 48 * 1024
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One compute capability: what a multiprocessor holds."""
+
+    name: str
+    threads: int
+    blocks: int
+    shared_bytes: int
+    registers: int = 65536
+    shared_unit: int = 128
+    shared_reserved: int = 1024
+    """Shared memory that the driver keeps of every block."""
+
+    @property
+    def number(self) -> int:
+        return int(self.name.removeprefix("sm_"))
+
+    @property
+    def widest_load(self) -> int:
+        """Bytes of the widest global load."""
+        return 32 if self.number >= 100 else 16
+
+
+ARCHS: dict[str, Arch] = {
+    a.name: a
+    for a in (
+        Arch("sm_75", 1024, 16, 64 * 1024, shared_unit=256, shared_reserved=0),
+        Arch("sm_80", 2048, 32, 164 * 1024),
+        Arch("sm_86", 1536, 16, 100 * 1024),
+        Arch("sm_89", 1536, 24, 100 * 1024),
+        Arch("sm_90", 2048, 32, 228 * 1024),
+        Arch("sm_100", 2048, 32, 228 * 1024),
+        Arch("sm_103", 2048, 32, 228 * 1024),
+        Arch("sm_120", 1536, 24, 100 * 1024),
+    )
+}
+
+
+def arch_named(name: str) -> Arch:
+    """The architecture of that name; `PlanError` naming the known ones otherwise."""
+    if name not in ARCHS:
+        raise PlanError(f"plan field arch={name!r} is not known for target cuda; allowed: {', '.join(ARCHS)}")
+    return ARCHS[name]
+
+
+def resident_threads(arch: Arch, threads: int, registers: int, shared_bytes: int) -> int:
+    """Threads of such blocks that a multiprocessor holds at once: what registers, shared memory and limits allow."""
+    warps = -(-threads // WARP)
+    warp_registers = -(-max(registers, 1) * WARP // REGISTER_UNIT) * REGISTER_UNIT
+    block_shared = -(-(shared_bytes + arch.shared_reserved) // arch.shared_unit) * arch.shared_unit
+    blocks = min(
+        arch.threads // (warps * WARP),
+        arch.blocks,
+        arch.registers // (warp_registers * warps),
+        arch.shared_bytes // block_shared if block_shared else arch.blocks,
+    )
+    return blocks * threads

@@ -1,0 +1,222 @@
+"""The CUDA target: what the template states about a plan, and NVRTC as its compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.errors import PlanError
+from embforge.codegen.plan import Plan
+from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of, prototype
+from embforge.codegen.targets import Target
+from embforge.codegen.targets.arch import arch_named
+from embforge.codegen.targets.cuda_geometry import (
+    CHUNK,
+    RUNS_WANTED,
+    BucketGeometry,
+    copy_sizes,
+    cuda_params,
+    geometry_of,
+    long_sizes,
+    min_blocks,
+    row_type,
+    stage_sizes,
+)
+from embforge.codegen.targets.cuda_launch import (
+    QUEUE_COUNTERS,
+    UNIT_BITS,
+    long_symbols,
+    main_symbols,
+    register_classes,
+    scratch_width,
+)
+from embforge.codegen.targets.nvrtc import compile_cubin, nvrtc_fingerprint
+from embforge.codegen.targets.sass import kernel_resources
+
+LOAD_HINT = {"no_allocate": ".L1::no_allocate", "evict_last": ".L1::evict_last", "default": ""}
+MERGE_LEVELS = 5
+"""Levels of units of 4096 ids: 64 ** 5 units are more than memory holds."""
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """Everything `cuda/forward.cu.j2` names. `PlanError` for a plan that cannot work."""
+    arch, params, geometry = arch_named(plan.arch), cuda_params(plan), geometry_of(plan)
+    pooled = [g for g in geometry if g.pooled]
+    copied = [g for g in geometry if not g.pooled]
+    units_symbol, merge_symbol = long_symbols(plan)
+    return {
+        "uri": plan.uri,
+        "arch": plan.arch,
+        "header": _header(plan, geometry),
+        "load_hint": LOAD_HINT[params.cache_hint],
+        "load_bytes": sorted({g.vector for g in geometry}, reverse=True),
+        "table_dtypes": {t.dtype for t in plan.spec.tables},
+        "output_dtype": plan.spec.output_dtype,
+        "hardware_fp8": arch.number >= 89,
+        "hardware_bf16": arch.number >= 80,
+        "id_type": DTYPES[plan.id_dtype].c_type,
+        "row_type": row_type(plan),
+        "out_type": DTYPES[plan.spec.output_dtype].c_type,
+        "threads": params.block,
+        "chunk": CHUNK,
+        "long_bag": params.long_bag,
+        "output_width": plan.layout.output_width,
+        "runs_wanted": RUNS_WANTED,
+        "metadata_words": len(METADATA_WORDS),
+        "mistakes": MISTAKES,
+        "status_words": len(STATUS_WORDS),
+        "arguments": arguments_of("cuda"),
+        "prototype": prototype("cuda"),
+        "features": [_feature_facts(plan, f) for g in geometry for f in g.bucket.features],
+        "sequence": [{"index": f.index, "dim": f.dim} for f in plan.layout.sequence_features],
+        "buckets": [_bucket_facts(g) for g in geometry],
+        "stage": stage_sizes(plan, geometry),
+        "copy": copy_sizes(geometry),
+        "has_pooled": bool(pooled),
+        "has_long": bool(pooled),
+        "has_copied": bool(copied),
+        "has_sequence": any(g.bucket.pooling == "none" for g in copied),
+        "has_concat": any(g.bucket.pooling == "concat" for g in copied),
+        "scratch_width": scratch_width(plan),
+        "queue": {"counters": QUEUE_COUNTERS, "unit_bits": UNIT_BITS},
+        "kernels": [
+            _kernel_facts(plan, symbol, members)
+            for symbol, members in zip(main_symbols(plan), register_classes(plan), strict=True)
+        ],
+        "long": {
+            **long_sizes(geometry),
+            "symbol": units_symbol,
+            "merge_symbol": merge_symbol,
+            "min_blocks": min_blocks(plan, wide=True),
+            "levels": MERGE_LEVELS,
+            "buckets": [_bucket_facts(g) for g in pooled],
+        },
+    }
+
+
+def _kernel_facts(plan: Plan, symbol: str, members: tuple[BucketGeometry, ...]) -> dict[str, Any]:
+    wide = members[0].wide
+    return {
+        "symbol": symbol,
+        "comment": (
+            "Buckets with many accumulators a lane, which would cost the others registers."
+            if wide
+            else "The grid is the concatenation of block ranges a bucket, heaviest rows first."
+        ),
+        "min_blocks": min_blocks(plan, wide),
+        "pooled": any(g.pooled for g in members),
+        "copied": any(not g.pooled for g in members),
+        "buckets": [_dispatch_facts(g) for g in members],
+    }
+
+
+def _dispatch_facts(g: BucketGeometry) -> dict[str, Any]:
+    features, tiles = len(g.bucket.features), g.tiles
+    if g.pooled:
+        call, stage = "pool_run", "pooled"
+        blocks = f"{features * tiles} * runs_of<{g.name}>(batch)"
+    elif g.bucket.pooling == "none":
+        call, stage, blocks = "copy_sequence", "copied", f"{tiles} * ceil_div<int64_t>(num_values, {g.bags})"
+    else:
+        hotness = [f.feature.hotness or 1 for f in g.bucket.features]
+        terms = " + ".join(f"slot_runs<{g.name}>(batch, {h})" for h in hotness)
+        call, stage, blocks = "copy_slots", "copied", f"{tiles} * ({terms})"
+    return {"name": g.name, "call": call, "stage": stage, "blocks": blocks}
+
+
+def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:
+    bucket = g.bucket
+    names = ", ".join(f.feature.name for f in bucket.features)
+    return {
+        "name": g.name,
+        "comment": f"{bucket.dim} x {bucket.dtype}, {bucket.pooling}: {names}"[:116],
+        "element": DTYPES[bucket.dtype].c_type,
+        "dim": bucket.dim,
+        "stride": bucket.stride_bytes,
+        "vector": g.vector,
+        "elements": g.elements,
+        "store": g.store,
+        "vectors": g.vectors,
+        "lanes": g.lanes,
+        "tiles": g.tiles,
+        "groups": g.groups,
+        "rows": g.rows,
+        "pooled": g.pooled,
+        "bags": g.bags,
+        "min_bags": g.min_bags,
+        "window": g.window,
+        "pitch": g.pitch,
+        "chunks": g.chunks,
+        "chunk_pitch": g.chunk_pitch,
+        "max": _c(bucket.pooling == "max"),
+        "divides": _c(any(f.feature.pooling in ("mean", "sqrtn") for f in bucket.features)),
+        "weighted": _c(bucket.weighted),
+        "first": g.first,
+        "count": len(bucket.features),
+    }
+
+
+def _feature_facts(plan: Plan, placed: Any) -> dict[str, Any]:
+    feature = placed.feature
+    return {
+        "index": placed.index,
+        "table": placed.table_index,
+        "dim": placed.dim,
+        "pooling": feature.pooling.upper(),
+        "weighted": _c(feature.weighted),
+        "hotness": feature.hotness if feature.pooling == "concat" else 0,
+        "column": -1 if placed.column is None else placed.column,
+        "padding": -1 if feature.padding_idx is None else feature.padding_idx,
+        "comment": f"{feature.name} -> {feature.table}",
+    }
+
+
+def _header(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> list[str]:
+    lines = [f"collection {plan.spec.name or '(unnamed)'}: {plan.id_dtype} ids, {plan.spec.output_dtype} output"]
+    lines += [f"plan: {', '.join(f'{k}={v}' for k, v in vars(plan.params).items())}", "", "tables"]
+    for table in plan.layout.tables:
+        t = table.table
+        lines.append(f"  {t.name}: {t.num_embeddings} x {t.embedding_dim} {t.dtype}, {table.stride_bytes} bytes a row")
+    lines += ["", "features"]
+    for f in plan.layout.features:
+        where = "sequence" if f.column is None else f"columns {f.column}..{f.column + f.width - 1}"
+        notes = [f.feature.pooling, *(["weighted"] if f.feature.weighted else [])]
+        notes += [f"hotness {f.feature.hotness}"] if f.feature.pooling == "concat" else []
+        notes += [f"padding {f.feature.padding_idx}"] if f.feature.padding_idx is not None else []
+        lines.append(f"  {f.feature.name} -> {f.feature.table}: {', '.join(notes)}; {where}")
+    lines += ["", "buckets"]
+    for g in geometry:
+        tiles = f" x {g.tiles} tiles" if g.tiles > 1 else ""
+        lines.append(
+            f"  {g.name}: {g.lanes} lanes{tiles} of {g.vector} bytes, {g.groups} groups a block, {g.rows} rows in flight"
+        )
+    return lines
+
+
+def _c(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _compile(plan: Plan, source: Path) -> bytes:
+    return compile_cubin(source, plan.arch)
+
+
+def _fingerprint(plan: Plan) -> dict[str, str]:
+    return nvrtc_fingerprint(plan.arch)
+
+
+def _resources(plan: Plan, binary: bytes) -> list[dict[str, Any]]:
+    return kernel_resources(plan, binary)
+
+
+CUDA = Target(
+    name="cuda",
+    template="cuda/forward.cu.j2",
+    source_suffix=".cu",
+    binary_suffix=".cubin",
+    facts=facts_of,
+    compile=_compile,
+    fingerprint=_fingerprint,
+    resources=_resources,
+)

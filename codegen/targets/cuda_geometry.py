@@ -1,0 +1,221 @@
+"""How a plan's buckets map to lanes, groups and blocks: every number that the CUDA template states.
+
+A *group* of lanes handles one bag (or row) at a time, one vector a lane. Rows wider than a block, or that would leave
+many of a block's threads without a group, are cut into column tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embforge.codegen.buckets import Bucket
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.errors import PlanError
+from embforge.codegen.layout import largest_power_of_two
+from embforge.codegen.params import CudaParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.targets.arch import MAX_STATIC_SHARED, Arch, arch_named
+
+CHUNK = 64
+"""Ids of the canonical sum's chunk."""
+RUNS_WANTED = 16
+"""Blocks a feature is cut into at least, batch permitting."""
+WIDE_ELEMENTS = 16
+"""Accumulators a lane from which a bucket gets its own kernel, so that it does not cost the others registers."""
+WIDE_BLOCKS = 2
+"""Blocks of 256 threads that a multiprocessor must hold of the wide kernel and of the one for long bags."""
+BASE_THREADS = 256
+MOST_ROWS = 16
+GOOD_USE = 0.8
+"""Share of a block's threads with a vector to load, from which a cut into tiles is good enough."""
+
+
+@dataclass(frozen=True)
+class BucketGeometry:
+    """One bucket's mapping. The fields are those of the struct that the template writes for it."""
+
+    bucket: Bucket
+    first: int
+    """Position of its first feature in the kernel's FEATURES."""
+    vector: int
+    vectors: int
+    lanes: int
+    tiles: int
+    groups: int
+    rows: int
+    store: int
+    bags: int
+    """Most bags (pooled) or positions (none, concat) a block owns."""
+    min_bags: int
+    window: int
+    chunks: int
+
+    @property
+    def elements(self) -> int:
+        return self.vector // DTYPES[self.bucket.dtype].bytes
+
+    @property
+    def pooled(self) -> bool:
+        return self.bucket.pooling in ("sum", "max")
+
+    @property
+    def wide(self) -> bool:
+        return self.elements >= WIDE_ELEMENTS
+
+    @property
+    def pitch(self) -> int:
+        return self.window | 1
+
+    @property
+    def chunk_pitch(self) -> int:
+        return CHUNK + 1
+
+    @property
+    def name(self) -> str:
+        """The struct's name in the source."""
+        return self.bucket.label
+
+
+def cuda_params(plan: Plan) -> CudaParams:
+    """The plan's parameters, which a cuda plan is known to have."""
+    assert isinstance(plan.params, CudaParams)
+    return plan.params
+
+
+def geometry_of(plan: Plan) -> tuple[BucketGeometry, ...]:
+    """The mapping of every bucket, in the order of the kernel's FEATURES. `PlanError` if it cannot work."""
+    arch, params = arch_named(plan.arch), cuda_params(plan)
+    result, first = [], 0
+    for bucket in plan.buckets:
+        result.append(_bucket_geometry(plan, bucket, first, arch, params))
+        first += len(bucket.features)
+    geometry = tuple(result)
+    _check_shared(plan, geometry)
+    return geometry
+
+
+def run_of(g: BucketGeometry, batch: int) -> int:
+    """Bags a block owns at this batch size: the device's `run_of`, on the host."""
+    return min(max(-(-batch // RUNS_WANTED), g.min_bags), g.bags)
+
+
+def row_type(plan: Plan) -> str:
+    """The C type that holds a checked row number."""
+    return "int32_t" if max(t.num_embeddings for t in plan.spec.tables) < 2**31 else "int64_t"
+
+
+def min_blocks(plan: Plan, wide: bool) -> int:
+    """Blocks a multiprocessor must hold, for `__launch_bounds__`."""
+    params = cuda_params(plan)
+    threads = BASE_THREADS * (WIDE_BLOCKS if wide else params.pipeline[1])
+    return max(1, min(threads, arch_named(plan.arch).threads) // params.block)
+
+
+def stage_sizes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
+    """Array lengths of the shared memory of pooled features."""
+    pooled = [g for g in geometry if g.pooled]
+    return {
+        "borders": max((g.bags for g in pooled), default=0) + 1,
+        "groups": max((g.groups for g in pooled), default=1),
+        "slots": max((g.groups * g.pitch for g in pooled), default=1),
+        "weights": max((g.groups * g.pitch for g in pooled if g.bucket.weighted), default=1),
+        "unroll": max(1, cuda_params(plan).id_tile // cuda_params(plan).block),
+    }
+
+
+def copy_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
+    """Array lengths of the shared memory of features without pooling."""
+    copied = [g for g in geometry if not g.pooled]
+    return {
+        "slots": max((g.bags for g in copied), default=1),
+        "weights": max((g.bags for g in copied if g.bucket.weighted), default=1),
+    }
+
+
+def long_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
+    """Array lengths of the shared memory of long bags."""
+    pooled = [g for g in geometry if g.pooled]
+    return {
+        "slots": max((g.chunks * g.chunk_pitch for g in pooled), default=1),
+        "weights": max((g.chunks * g.chunk_pitch for g in pooled if g.bucket.weighted), default=1),
+        "groups": max((g.chunks for g in pooled), default=1),
+        "slice": min(4, max((g.elements for g in pooled), default=1)),
+    }
+
+
+def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params: CudaParams) -> BucketGeometry:
+    vector = largest_power_of_two(bucket.row_alignment, min(params.vector_bytes, arch.widest_load))
+    vectors = -(-bucket.row_bytes // vector)
+    tiles = _tiles(vectors, params.block)
+    lanes = -(-vectors // tiles)
+    groups = params.block // lanes
+    elements = vector // DTYPES[bucket.dtype].bytes
+    # Narrow vectors need more rows for the same bytes in flight; so do wide accumulators, which cost occupancy.
+    rows = params.pipeline[0] * max(1, 16 // vector) * (2 if elements >= WIDE_ELEMENTS and vector <= 16 else 1)
+    rows = _power_of_two_below(min(rows, MOST_ROWS, params.id_tile // groups))
+    pooled = bucket.pooling in ("sum", "max")
+    most = params.bags_per_block if pooled else params.id_tile
+    bags = min(most, groups * (params.interleave if pooled else max(rows, params.interleave)))
+    return BucketGeometry(
+        bucket=bucket,
+        first=first,
+        vector=vector,
+        vectors=vectors,
+        lanes=lanes,
+        tiles=tiles,
+        groups=groups,
+        rows=rows,
+        store=_store_bytes(plan, bucket, elements),
+        bags=bags,
+        min_bags=min(bags, 2 * groups),
+        window=params.id_tile // groups // rows * rows,
+        chunks=min(groups, params.id_tile // CHUNK),
+    )
+
+
+def _tiles(vectors: int, block: int) -> int:
+    """Column tiles of a row: the fewest that use most of the block's threads."""
+
+    def use(tiles: int) -> float:
+        lanes = -(-vectors // tiles)
+        return vectors / (tiles * lanes) * (block // lanes * lanes) / block
+
+    fewest = -(-vectors // block)
+    candidates = range(fewest, fewest + 4)
+    return next((t for t in candidates if use(t) >= GOOD_USE), max(candidates, key=use))
+
+
+def _power_of_two_below(value: int) -> int:
+    return 1 << (value.bit_length() - 1)
+
+
+def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
+    """Bytes of the widest store that is aligned wherever the bucket writes and never runs over a row's end."""
+    size = DTYPES[plan.spec.output_dtype].bytes
+    steps = [bucket.dim, elements]
+    if bucket.pooling == "none":
+        steps += [f.dim for f in plan.layout.sequence_features]
+    else:
+        steps += [plan.layout.output_width, *(f.column or 0 for f in bucket.features)]
+    return min(largest_power_of_two(step * size, 16) for step in steps)
+
+
+def _check_shared(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> None:
+    stage, copy, long = stage_sizes(plan, geometry), copy_sizes(geometry), long_sizes(geometry)
+    id_bytes, row_bytes = DTYPES[plan.id_dtype].bytes, DTYPES[row_type(plan).removesuffix("_t")].bytes
+    threads = cuda_params(plan).block
+    need = {
+        "bags_per_block": (stage["borders"] + stage["groups"]) * id_bytes
+        + stage["groups"] * 4
+        + stage["slots"] * row_bytes
+        + stage["weights"] * 4,
+        "id_tile": copy["slots"] * (row_bytes + 8) + copy["weights"] * 4,
+        "block": long["slots"] * row_bytes + long["weights"] * 4 + (long["slice"] * threads + 2 * long["groups"]) * 4,
+    }
+    for field, bytes_needed in need.items():
+        if bytes_needed > MAX_STATIC_SHARED:
+            value = getattr(plan.params, field)
+            raise PlanError(
+                f"plan field {field}={value} needs {bytes_needed} bytes of shared memory a block; allowed: "
+                f"{MAX_STATIC_SHARED}; choose a smaller {field} or id_tile"
+            )

@@ -1,0 +1,90 @@
+"""NVRTC through cuda.core: CUDA source to cubin, with no GPU and no driver."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.errors import CompileError, ToolchainError
+from embforge.codegen.machine import package_version
+
+FLAGS: dict[str, Any] = {"std": "c++17", "fma": False}
+"""Contraction off, no fast math: part of the semantics. Everything else is NVRTC's default."""
+CONTEXT_LINES = 3
+
+
+def compile_cubin(source: Path, arch: str) -> bytes:
+    """The cubin of a source file for one architecture.
+
+    `CompileError`: NVRTC refused it; the message holds its log beside numbered source lines and the file's path.
+    `ToolchainError`: the cuda packages are not installed.
+    """
+    core = _cuda_core()
+    text = source.read_text(encoding="utf-8")
+    options = core.ProgramOptions(arch=arch, name=str(source), **FLAGS)
+    program = core.Program(text, "c++", options)
+    try:
+        return bytes(program.compile("cubin").code)
+    except Exception as error:  # cuda.core's NVRTCError is not public; anything else is told by its own message
+        if "NVRTC" not in type(error).__name__:
+            raise
+        raise CompileError(numbered_log(source, text, str(error))) from error
+    finally:
+        program.close()
+
+
+def numbered_log(source: Path, text: str, log: str) -> str:
+    """A compiler's log, and the source lines that it names, numbered."""
+    lines = text.splitlines()
+    named = sorted({int(n) for n in re.findall(re.escape(str(source)) + r"\((\d+)\)", log)})
+    shown: set[int] = set()
+    for number in named:
+        shown.update(range(max(1, number - CONTEXT_LINES), min(len(lines), number + CONTEXT_LINES) + 1))
+    excerpt = "\n".join(f"{'>' if n in named else ' '} {n:5d} | {lines[n - 1]}" for n in sorted(shown))
+    return f"NVRTC could not compile {source}\n{log.strip()}\n\n{excerpt}".rstrip()
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of the NVRTC in use. `ToolchainError` without one."""
+    _cuda_core()
+    from cuda.bindings import nvrtc
+
+    error, major, minor = nvrtc.nvrtcVersion()
+    if int(error) != 0:
+        raise ToolchainError(f"NVRTC does not tell its version ({error}); reinstall nvidia-cuda-nvrtc")
+    return int(major), int(minor)
+
+
+def nvrtc_fingerprint(arch: str) -> dict[str, str]:
+    """Labelled facts that decide a cubin beside its source."""
+    # The wheels' versions, because asking NVRTC itself would load it: half a second before a look into the cache.
+    compiler = package_version("nvidia-cuda-nvrtc") or "{}.{}".format(*nvrtc_version())
+    headers = package_version("nvidia-cuda-runtime") or "of the compiler"
+    return {
+        "compiler": f"nvrtc {compiler}",
+        "headers": headers,
+        "arch": arch,
+        "flags": repr(sorted(FLAGS.items())),
+    }
+
+
+def check_driver(driver_version: tuple[int, int], compiler_version: tuple[int, int]) -> None:
+    """`ToolchainError` if cubins of this NVRTC cannot be loaded by this driver: its major must not exceed the driver's."""
+    if compiler_version[0] > driver_version[0]:
+        raise ToolchainError(
+            f"NVRTC {compiler_version[0]}.{compiler_version[1]} makes kernels that this driver, for CUDA "
+            f"{driver_version[0]}.{driver_version[1]}, cannot load; install embforge[cu{driver_version[0]}] "
+            "or update the driver"
+        )
+
+
+def _cuda_core() -> Any:
+    try:
+        import cuda.core
+    except ImportError as error:
+        raise ToolchainError(
+            f"target cuda needs the cuda-core package and NVRTC ({error}); install embforge on Linux or Windows, where "
+            "they come with it; on macOS use target cpu"
+        ) from error
+    return cuda.core

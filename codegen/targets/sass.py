@@ -1,0 +1,1 @@
+def kernel_resources(plan, binary): return []

@@ -1,0 +1,103 @@
+"""The same lookups by torch's own functions, where torch has them, and how far a result may be from theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from embforge.cases import Drawn
+from embforge.codegen.layout import FeatureLayout, layout_of
+from embforge.codegen.semantics import CHUNK
+from embforge.codegen.spec import CollectionSpec
+
+ROUNDOFF = 2.0**-24
+"""Of one float32 operation."""
+
+
+class Difference(NamedTuple):
+    """One feature of one batch beside torch's result."""
+
+    peer: str
+    feature: str
+    error: float
+    within_rounding: bool
+
+
+def differences_from_torch(
+    spec: CollectionSpec, drawn: Drawn, tables: Sequence[Tensor], result: tuple[Tensor, Tensor]
+) -> Iterator[Difference]:
+    """Every feature that torch can compute: `sum`, `mean`, `max`, weighted `sum`, `none`. All ids must be good."""
+    pooled, sequence = result
+    layout = layout_of(spec)
+    batch = pooled.shape[0]
+    taken = 0
+    for placed in layout.features:
+        borders = drawn.offsets[placed.index * batch : (placed.index + 1) * batch + 1].long()
+        begin, end = int(borders[0]), int(borders[-1])
+        bags = _Bags(
+            placed, drawn.values[begin:end], borders[:-1] - begin, int(borders.diff().max()), tables[placed.table_index]
+        )
+        weights = None if drawn.weights is None or not placed.feature.weighted else drawn.weights[begin:end]
+        if placed.column is None:
+            rows = sequence[taken : taken + (end - begin) * placed.dim].view(-1, placed.dim)
+            taken += rows.numel()
+            if not placed.feature.weighted:
+                yield bags.embedding(rows)
+        elif placed.feature.pooling in ("sum", "mean", "max") and (
+            weights is None or placed.feature.pooling == "sum"
+        ):
+            yield bags.embedding_bag(pooled[:, placed.column : placed.column + placed.width], weights)
+
+
+class _Bags(NamedTuple):
+    """One feature's ids, with bag borders counted from its first id."""
+
+    placed: FeatureLayout
+    ids: Tensor
+    starts: Tensor
+    longest: int
+    table: Tensor
+
+    def embedding(self, have: Tensor) -> Difference:
+        """`none` is a copy of rows: it may differ by the conversion to the output dtype, which torch does too."""
+        want = functional.embedding(self.ids, self.table) if self.table.element_size() > 1 else self.table[self.ids.long()]
+        return self._difference("torch.nn.functional.embedding", have, want.float().to(have.dtype).double(), None)
+
+    def embedding_bag(self, have: Tensor, weights: Tensor | None) -> Difference:
+        """Torch is asked in float64, so that the difference is ours alone; it may be the roundoff of the canonical
+        sum and of the output dtype."""
+        # Only the rows in use, so that torch neither copies nor converts the whole table.
+        used, ids = torch.unique(self.ids.long(), return_inverse=True)
+        rows = self.table.index_select(0, used).double()
+        pooling, padding = self.placed.feature.pooling, None
+        if self.placed.feature.padding_idx is not None and bool((used == self.placed.feature.padding_idx).any()):
+            padding = int((used == self.placed.feature.padding_idx).nonzero())
+        name = "torch.nn.EmbeddingBag " + ("weighted " if weights is not None else "") + pooling
+        if not ids.numel():
+            return self._difference(name, have, torch.zeros_like(have, dtype=torch.float64), None)
+
+        def bag(rows: Tensor, weights: Tensor | None) -> Tensor:
+            return functional.embedding_bag(
+                ids, rows, self.starts, mode=pooling, per_sample_weights=weights, padding_idx=padding
+            )
+
+        want = bag(rows, None if weights is None else weights.double())
+        if pooling == "max":
+            return self._difference(name, have, want.to(have.dtype).double(), None)
+        sizes = bag(rows.abs(), None if weights is None else weights.double().abs())
+        levels = math.ceil(math.log(max(self.longest, 2), CHUNK))
+        output = torch.finfo(have.dtype)
+        allowed = (levels * CHUNK + 2) * ROUNDOFF * sizes + output.eps * want.abs() + output.smallest_normal
+        return self._difference(name, have, want, allowed)
+
+    def _difference(self, peer: str, have: Tensor, want: Tensor, allowed: Tensor | None) -> Difference:
+        """`allowed` None: no difference at all."""
+        apart = (have.double() - want).abs()
+        error = float(apart.max()) if apart.numel() else 0.0
+        within = bool((apart <= (torch.zeros_like(apart) if allowed is None else allowed)).all())
+        return Difference(peer, self.placed.feature.name, error, within)

@@ -1,0 +1,140 @@
+"""Every backend gives the bits of the semantics, whatever the spec, the batch and the number of threads.
+
+The reference is held against loops over numpy numbers; every other backend against the reference.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conformance import naive
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import cases, examples, seeds, specs
+
+from embforge.cases import Case, draw_batch, draw_tables
+from embforge.codegen.params import PARAMS
+from embforge.codegen.plan import Plan
+from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.collection import arch_of
+from embforge.launch import reference
+from embforge.launch.kernels import Kernel, Program, kernel_of
+from embforge.verify import Probe, Result, first_difference, run, torch_threads
+
+BACKENDS = ("reference", "cpu")
+THREADS = (1, 2, 5)
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def kernel(spec: CollectionSpec, backend: str, id_dtype: str) -> Kernel:
+    plan = Plan("forward", backend, arch_of(backend, torch.device("cpu")), id_dtype, spec, PARAMS[backend]())
+    return kernel_of(Program(plan).text)
+
+
+def check(spec: CollectionSpec, backend: str, case: Case, seed: int, special: bool) -> None:
+    """One batch on one backend with every thread count."""
+    drawn, tables = draw_batch(spec, case, seed), draw_tables(spec, seed, special)
+    expected: Result = reference.lookup(spec, *drawn, tables, bounds_check="zero")
+    probe = Probe(case, special, drawn, tables, expected)
+    for threads in THREADS if backend != "reference" else (1,):
+        with torch_threads(threads):
+            got = run(kernel(spec, backend, case.id_dtype), probe)
+        if backend == "reference":
+            with np.errstate(all="ignore"):
+                wanted = naive.lookup(spec, *drawn, tables)
+            for have, want in zip(got, wanted, strict=True):
+                np.testing.assert_array_equal(naive.bits_of(have), want)
+        else:
+            places = [first_difference(want, have) for want, have in zip(expected, got, strict=True)]
+            assert places == [None, None], (case, seed, threads)
+
+
+@every_backend
+@given(spec=specs(), batches=st.lists(st.tuples(cases(), seeds), min_size=8, max_size=12), special=st.booleans())
+@examples(8)
+def test_any_spec_and_batch(
+    backend: str, spec: CollectionSpec, batches: list[tuple[Case, int]], special: bool
+) -> None:
+    for case, seed in batches:
+        check(spec, backend, case, seed, special)
+
+
+WIDE = CollectionSpec(
+    [TableSpec(f"t{d}", 50, d, dtype) for d, dtype in [(1, "fp32"), (17, "bf16"), (40, "fp8_e4m3"), (64, "fp16")]],
+    [
+        FeatureSpec(
+            f"{pooling}{d}",
+            f"t{d}",
+            pooling,
+            weighted=d > 20 and pooling != "max",
+            hotness=3 if pooling == "concat" else None,
+            padding_idx=7 if d % 2 else None,
+        )
+        for d in (1, 17, 40, 64)
+        for pooling in POOLINGS
+    ],
+)
+"""Every pooling on every table dtype."""
+
+
+@every_backend
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(0, "none"),
+        Case(33, "none"),
+        Case(1),
+        Case(200),
+        Case(200, ids="zipf", id_dtype="int32"),
+        Case(200, "one", weights="absent"),
+        Case(40, "edges", ids="same"),
+        Case(40, "edges", bad_ids=True, weights="special"),
+        Case(40, bad_ids=True, id_dtype="int32"),
+    ],
+    ids=str,
+)
+def test_every_pooling_and_dtype(backend: str, case: Case, special: bool) -> None:
+    check(WIDE, backend, case, 11, special)
+
+
+@every_backend
+@pytest.mark.parametrize("id_dtype", ["int32", "int64"])
+def test_bags_of_100000_ids_beside_short_ones(backend: str, id_dtype: str) -> None:
+    spec = CollectionSpec(
+        [TableSpec("a", 300, 8), TableSpec("b", 300, 33, "fp16")],
+        [
+            FeatureSpec("sum", "a"),
+            FeatureSpec("mean", "b", "mean", weighted=True, padding_idx=3),
+            FeatureSpec("sqrtn", "a", "sqrtn", weighted=True),
+            FeatureSpec("max", "b", "max"),
+            FeatureSpec("none", "a", "none"),
+        ],
+        "bf16",
+    )
+    check(spec, backend, Case(3, "long", id_dtype=id_dtype, bad_ids=True), 2, special=False)  # type: ignore[arg-type]
+
+
+@every_backend
+@pytest.mark.parametrize("length", [63, 64, 65, 4095, 4096, 4097, 4160, 64 * 64 * 64 + 1])
+def test_lengths_around_every_level_of_the_canonical_sum(backend: str, length: int) -> None:
+    """One bag alone, cut over threads in every way that 1, 2 and 5 threads give."""
+    spec = CollectionSpec([TableSpec("t", 97, 4)], [FeatureSpec("f", "t", "mean", weighted=True, padding_idx=0)])
+    generator = torch.Generator().manual_seed(length)
+    ids, weights = torch.randint(97, (length,), generator=generator), torch.randn(length, generator=generator)
+    offsets, tables = torch.tensor([0, length]), draw_tables(spec, length)
+    expected = reference.lookup(spec, ids, offsets, weights, tables, bounds_check="error")
+    drawn = draw_batch(spec, Case(1, "one"), 0)._replace(values=ids, offsets=offsets, weights=weights)
+    for threads in THREADS:
+        with torch_threads(threads):
+            got = run(kernel(spec, backend, "int64"), Probe(Case(1), False, drawn, tables, expected))
+        assert first_difference(expected[0], got[0]) is None
+
+
+@pytest.mark.soak
+@given(spec=specs(most_tables=12, most_features=30), case=cases(200), seed=seeds, special=st.booleans())
+@examples(5)
+def test_large_specs(spec: CollectionSpec, case: Case, seed: int, special: bool) -> None:
+    check(spec, "cpu", case, seed, special)

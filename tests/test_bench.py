@@ -1,0 +1,207 @@
+"""`bench_spec`, its peers, and the benchmark's criteria and page. Times are never asserted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.criteria import geometric_mean, judge, judge_all
+from benchmarks.page import BEGIN, END, write_page
+from benchmarks.workloads import BenchWorkload, read_workloads
+from embforge.codegen.errors import ToolchainError
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.tuner.bench import BenchReport, Timing, bench_spec
+from embforge.tuner.measure import Ratio
+from embforge.tuner.peers import PeerUnavailableError, fbgemm_peer, fill_table, peer_named, torch_peer
+from embforge.tuner.workload import make_batch, parse
+
+SPEC = CollectionSpec(
+    (TableSpec("a", 100, 8), TableSpec("b", 50, 16)),
+    (FeatureSpec("x", "a"), FeatureSpec("y", "b", pooling="mean"), FeatureSpec("z", "a", weighted=True)),
+    name="small",
+)
+
+
+@pytest.fixture(scope="module")
+def report() -> BenchReport:
+    return bench_spec(SPEC, against=("torch", "fbgemm"), workload="len=geo:3,batch=16", seconds=0)
+
+
+def test_report_holds_everyone_and_outputs_agree(report: BenchReport) -> None:
+    assert {t.name for t in report.timings} >= {"embforge", "torch", "limit"}
+    assert report.disagreeing == ()
+    assert report.differences["torch"] < 1e-5
+    assert report.limit_share is not None
+    assert report.fastest_peer == "torch"
+    assert report.speedup == report.ratios["torch"].median
+
+
+def test_a_peer_that_cannot_serve_the_spec_is_named(report: BenchReport) -> None:
+    assert "fbgemm" not in report.ratios
+    assert "pooling" in report.skipped["fbgemm"]
+
+
+def test_report_is_json_with_all_samples(report: BenchReport) -> None:
+    data = json.loads(json.dumps(report.to_json()))
+    ours = next(t for t in data["timings"] if t["name"] == "embforge")
+    assert len(ours["samples"]) >= 7
+    assert data["ratios"]["torch"]["low"] <= data["ratios"]["torch"]["high"]
+
+
+def test_wrong_outputs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_rows(rows: torch.Tensor, seed: int) -> None:
+        fill_table(rows, seed + 1)
+
+    monkeypatch.setattr("embforge.tuner.peers.fill_table", other_rows)
+    report = bench_spec(SPEC, against=("torch",), workload="batch=16", seconds=0, limit=False)
+    assert report.disagreeing == ("torch",)
+    verdicts = judge(BenchWorkload("w", "cache", SPEC, "batch=16"), report)
+    assert not verdicts[0].passed
+    assert verdicts[0].criterion == "outputs agree"
+
+
+def test_sequences_are_benched_through_forward_dict() -> None:
+    spec = CollectionSpec((TableSpec("vocabulary", 64, 32, "bf16"),), (FeatureSpec("tokens", "vocabulary", "none"),))
+    report = bench_spec(spec, against=("torch",), workload="len=fixed:4,batch=8", seconds=0)
+    assert report.disagreeing == ()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
+def test_no_device_is_an_error_with_the_remedy() -> None:
+    with pytest.raises(ToolchainError, match="use --on cpu"):
+        bench_spec(SPEC, on="cuda")
+
+
+@pytest.mark.parametrize(
+    ("table", "feature", "named"),
+    [
+        (TableSpec("t", 9, 4), FeatureSpec("f", "t", "sqrtn"), "feature 'f'.*'sqrtn'"),
+        (TableSpec("t", 9, 4), FeatureSpec("f", "t", "mean", weighted=True), "feature 'f'.*weights only"),
+        (TableSpec("t", 9, 4, "fp8_e4m3"), FeatureSpec("f", "t"), "table 't'.*fp8_e4m3"),
+    ],
+)
+def test_what_torch_cannot_do(table: TableSpec, feature: FeatureSpec, named: str) -> None:
+    with pytest.raises(PeerUnavailableError, match=named):
+        torch_peer(CollectionSpec((table,), (feature,)))
+
+
+@pytest.mark.parametrize(
+    ("table", "feature", "named"),
+    [
+        (TableSpec("t", 9, 4, "bf16"), FeatureSpec("f", "t"), "table 't'.*bf16"),
+        (TableSpec("t", 9, 3), FeatureSpec("f", "t"), "table 't'.*fours"),
+        (TableSpec("t", 9, 4), FeatureSpec("f", "t", "max"), "feature 'f'.*'max'"),
+        (TableSpec("t", 9, 4), FeatureSpec("f", "t", padding_idx=0), "feature 'f'.*padding_idx"),
+    ],
+)
+def test_what_fbgemm_cannot_do(table: TableSpec, feature: FeatureSpec, named: str) -> None:
+    with pytest.raises(PeerUnavailableError, match=named):
+        fbgemm_peer(CollectionSpec((table,), (feature,)), [])
+
+
+def test_unknown_peer_is_named_with_the_known_ones() -> None:
+    with pytest.raises(PeerUnavailableError, match=r"'tf'.*torch, fbgemm"):
+        peer_named("tf", SPEC, [make_batch(SPEC, parse("batch=2"))])
+
+
+def test_filling_is_the_same_for_every_stride() -> None:
+    plain, strided = torch.empty(20_000, 3), torch.empty(20_000, 5)[:, :3]
+    fill_table(plain, 7)
+    fill_table(strided, 7)
+    assert torch.equal(plain, strided)
+    assert plain.abs().max() <= 1
+    assert plain.std() > 0.5
+
+
+def test_the_workloads_cover_what_they_must() -> None:
+    workloads = read_workloads()
+    loads = [parse(w.load) for w in workloads]
+    assert {w.group for w in workloads} == {"large", "cache", "overhead"}
+    assert {t.dtype for w in workloads for t in w.spec.tables} == {"fp32", "fp16", "bf16"}
+    assert {str(load.ids).split(":")[0] for load in loads} == {"uniform", "zipf"}
+    assert {"fixed:1", "fixed:20", "fixed:100"} <= {str(load.lengths) for load in loads}
+    assert any("skew" in str(load.lengths) for load in loads)
+    assert min(load.batch for load in loads) == 1
+    assert max(load.batch for load in loads) == 16384
+    assert len({w.spec.name for w in workloads}) == len(workloads)
+
+
+def made_up(speedup: float, share: float, others: float = 0.0) -> BenchReport:
+    ratio = Ratio(speedup, speedup, speedup)
+    return BenchReport(
+        spec="s",
+        workload="batch=1",
+        on="cpu",
+        batches=4,
+        ids=1,
+        row_bytes=1,
+        table_bytes=1,
+        timings=(Timing("embforge", "", 10.0, 9.0, 11.0, 1, (10.0,)),),
+        ratios={"torch": ratio, "fbgemm": replace(ratio, median=speedup * 2)},
+        limit_share=Ratio(share, share, share),
+        differences={"torch": 0.0},
+        disagreeing=(),
+        skipped={},
+        others=others,
+        machine=dict.fromkeys(
+            ("date", "cpu", "threads", "last_level_cache", "system", "torch", "fbgemm", "embforge"), "x"
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "speedup", "share", "passed"),
+    [
+        ("cache", 1.3, 0.5, [True]),
+        ("cache", 1.1, 0.95, [True]),
+        ("cache", 1.1, 0.85, [False]),
+        ("large", 1.3, 0.85, [True, True]),
+        ("large", 1.3, 0.75, [True, False]),
+        ("large", 1.1, 0.85, [False, True]),
+    ],
+)
+def test_criteria(group: str, speedup: float, share: float, passed: list[bool]) -> None:
+    verdicts = judge(BenchWorkload("w", group, SPEC, "batch=1"), made_up(speedup, share))
+    assert [v.passed for v in verdicts] == passed
+
+
+def test_overhead_is_judged_against_torch_alone() -> None:
+    workload = BenchWorkload("w", "overhead", SPEC, "batch=1", against_torch=5.0)
+    assert [v.passed for v in judge(workload, made_up(5.1, 0.1))] == [True]
+    assert [v.passed for v in judge(workload, made_up(4.9, 0.1))] == [False]
+
+
+def test_a_disturbed_measurement_never_passes() -> None:
+    verdicts = judge(BenchWorkload("w", "cache", SPEC, "batch=1"), made_up(3.0, 1.0, others=1.2))
+    assert not all(v.passed for v in verdicts)
+
+
+def test_geometric_mean_leaves_overhead_out() -> None:
+    workloads = [BenchWorkload("w", group, SPEC, "batch=1", 1.0) for group in ("large", "cache", "overhead")]
+    reports = [made_up(1.0, 1.0), made_up(4.0, 1.0), made_up(100.0, 1.0)]
+    assert geometric_mean(workloads, reports) == pytest.approx(2.0)
+    assert judge_all(workloads, reports)[0].passed
+    assert geometric_mean([], []) is None
+
+
+def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    workloads = [BenchWorkload("first", "large", SPEC, "batch=1"), BenchWorkload("second", "cache", SPEC, "batch=1")]
+    reports = [made_up(1.1, 0.5), made_up(2.0, 0.5)]
+    verdicts = [judge(w, r) for w, r in zip(workloads, reports, strict=True)]
+    for _ in range(2):
+        write_page(tmp_path, workloads, reports, verdicts, judge_all(workloads, reports))
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "**miss**: first: 80% of the limit; measured 50%" in text
+    assert (tmp_path / "benchmarks.svg").read_text().count("second") == 1
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="lost its markers"):
+        write_page(tmp_path, workloads, reports, verdicts, [])

@@ -1,0 +1,185 @@
+"""build: a directory of kernels first, then the cache, then the compiler; and what EMBFORGE_JIT=0 says."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embforge.codegen import build as build_module
+from embforge.codegen.build import Built, build, build_many
+from embforge.codegen.cli.gen import emit
+from embforge.codegen.errors import CompileError, MissingKernelError, ToolchainError
+from embforge.codegen.params import CpuParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.targets import Target
+
+
+def plan_of(dim: int = 4, **params: Any) -> Plan:
+    spec = CollectionSpec((TableSpec("t", 10, dim),), (FeatureSpec("f", "t"),), name="tiny")
+    return Plan("forward", "cpu", "generic", "int64", spec, CpuParams(**params))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the target by one that counts its compilations and needs no compiler."""
+    done: list[str] = []
+
+    def compile_(plan: Plan, source: Path) -> bytes:
+        done.append(plan.uri)
+        if plan.layout.tables[0].table.embedding_dim == 13:
+            raise CompileError(f"refused {source}")
+        return b"binary of " + source.read_bytes()
+
+    def figures(plan: Plan, binary: bytes) -> list[dict[str, Any]]:
+        return [{"symbol": plan.uri, "registers": len(done), "occupancy": 0.5}]
+
+    fake = Target(
+        name="cpu",
+        template="cpu/forward.cpp.j2",
+        source_suffix=".cpp",
+        binary_suffix=".so",
+        facts=lambda plan: {},
+        compile=compile_,
+        fingerprint=lambda plan: {"compiler": "fake 1.0"},
+        resources=figures,
+    )
+    monkeypatch.setattr(build_module, "target_named", lambda name: fake)
+    monkeypatch.setattr("embforge.codegen.targets.target_named", lambda name: fake)
+    monkeypatch.setattr(build_module, "render", lambda template, facts: "one source for all plans")
+    return done
+
+
+def test_compiled_once_then_from_the_cache(fresh_cache: Path, compiled: list[str]) -> None:
+    first, second = build(plan_of()), build(plan_of())
+    assert (first.cached, second.cached, compiled) == (False, True, [plan_of().uri])
+    assert first.binary == second.binary and first.binary.read_bytes() == b"binary of one source for all plans"
+    assert first.source.parent == first.binary.parent
+    assert first.resources == []
+
+
+def test_fingerprint_decides_the_key(fresh_cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build(plan_of())
+    target = build_module.target_named("cpu")
+    newer = Target(**{**vars(target), "fingerprint": lambda plan: {"compiler": "fake 2.0"}})
+    monkeypatch.setattr(build_module, "target_named", lambda name: newer)
+    after = build(plan_of())
+    assert not after.cached and after.binary != before.binary
+
+
+def test_resources_are_measured_once(fresh_cache: Path, compiled: list[str]) -> None:
+    assert build(plan_of(), resources=True).resources[0]["registers"] == 1
+    compiled.append("something else")
+    assert build(plan_of(), resources=True).resources[0]["registers"] == 1
+
+
+def test_build_many_keeps_the_order_and_reports_each(fresh_cache: Path, compiled: list[str]) -> None:
+    plans = [plan_of(dim) for dim in (1, 2, 3, 4, 5)]
+    seen: list[Built] = []
+    built = build_many(plans, progress=seen.append, workers=3)
+    assert [b.plan for b in built] == plans
+    assert sorted(b.plan.uri for b in seen) == sorted(p.uri for p in plans) == sorted(compiled)
+
+
+def test_build_many_raises_the_first_failure(fresh_cache: Path, compiled: list[str]) -> None:
+    with pytest.raises(CompileError, match="refused"):
+        build_many([plan_of(13), *(plan_of(dim) for dim in range(20, 60))], workers=1)
+    assert len(compiled) < 41
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_directory_of_kernels_comes_first(
+    fresh_cache: Path, tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    emit([plan_of()], tmp_path / "kernels")
+    build_module.cache.clear()
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+    if how == "environment":
+        monkeypatch.setenv("EMBFORGE_KERNELS", str(tmp_path / "kernels"))
+    built = build(plan_of(), kernels=tmp_path / "kernels" if how == "argument" else None, resources=True)
+    assert built.binary.parent == tmp_path / "kernels" and built.cached
+    assert built.resources[0]["registers"] == 1
+    assert len(compiled) == 1
+
+
+def test_without_jit_the_missing_kernel_and_the_remedy_are_named(
+    fresh_cache: Path, tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emit([plan_of(5)], tmp_path / "kernels")
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+    with pytest.raises(MissingKernelError, match=rf"{plan_of().uri}.*EMBFORGE_JIT=0.*embforge gen .*--target cpu"):
+        build(plan_of(), kernels=tmp_path / "kernels")
+    with pytest.raises(MissingKernelError, match=plan_of().uri):
+        build(plan_of())
+    assert build(plan_of(5)).cached
+
+
+def test_without_jit_and_compiler_the_answer_is_the_same(
+    fresh_cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler(plan: Plan) -> dict[str, str]:
+        raise ToolchainError("no C++ compiler")
+
+    target = Target(**{**vars(build_module.target_named("cpu")), "fingerprint": no_compiler})
+    monkeypatch.setattr(build_module, "target_named", lambda name: target)
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+    with pytest.raises(MissingKernelError, match=plan_of().uri):
+        build(plan_of())
+
+
+def _flip_binary(directory: Path, record: dict[str, Any]) -> None:
+    (directory / record["binary"]).write_bytes(b"something else")
+
+
+def _lose_binary(directory: Path, record: dict[str, Any]) -> None:
+    (directory / record["binary"]).unlink()
+
+
+def _other_source(directory: Path, record: dict[str, Any]) -> None:
+    record["source_sha256"] = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_flip_binary, "not what its manifest says"),
+        (_lose_binary, "cannot be read"),
+        (_other_source, "generated by embforge"),
+    ],
+)
+def test_stale_or_damaged_kernels_are_refused(
+    fresh_cache: Path,
+    tmp_path: Path,
+    compiled: list[str],
+    damage: Callable[[Path, dict[str, Any]], None],
+    message: str,
+) -> None:
+    emit([plan_of()], tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    damage(tmp_path, manifest["kernels"][0])
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(MissingKernelError, match=rf"{message}.*embforge gen"):
+        build(plan_of(), kernels=tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "not json", "[]", "{}", '{"schema": 999, "kernels": []}'])
+def test_directory_without_a_manifest_is_refused(
+    fresh_cache: Path, tmp_path: Path, compiled: list[str], text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(MissingKernelError, match=r"manifest\.json.*embforge gen"):
+        build(plan_of(), kernels=tmp_path)
+
+
+def test_real_kernel_compiles_and_loads(fresh_cache: Path) -> None:
+    built = build(plan_of())
+    assert not built.cached
+    assert getattr(ctypes.CDLL(str(built.binary)), built.plan.uri)
+    assert build(plan_of()).cached

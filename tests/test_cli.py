@@ -1,0 +1,224 @@
+"""The commands as scripts use them: output, JSON, files and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from embforge.codegen import cache
+from embforge.codegen.cli.common import load_spec, params_of
+from embforge.codegen.cli.main import main
+from embforge.codegen.errors import PlanError
+from embforge.codegen.params import CpuParams, CudaParams
+from embforge.codegen.spec import POOLINGS, json_schema
+from embforge.verify import VerifyRow
+
+TINY = """
+[[table]]
+name = "t"
+num_embeddings = 50
+embedding_dim = 4
+
+[[feature]]
+name = "f"
+table = "t"
+pooling = "mean"
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def run(*words: str | Path, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def run_json(*words: str | Path, code: int = 0) -> Any:
+    return json.loads(run(*words, "--json", code=code).stdout)
+
+
+COMMANDS = (["gen"], ["verify"], ["bench"], ["env"], ["cache", "ls"], ["cache", "clear"], ["schema"], ["demo"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself_and_speaks_json(command: list[str]) -> None:
+    text = run(*command, "--help").stdout
+    assert "--json" in text and "Usage:" in text
+
+
+def test_exit_codes_are_documented() -> None:
+    for command in ([], ["gen"], ["verify"], ["bench"], ["demo"]):
+        assert "Exit codes: 0" in run(*command, "--help").stdout
+
+
+def test_gen_cpu_emits_source_binary_and_manifest(tiny: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    answer = run_json("gen", tiny, "--target", "cpu", "--arch", "generic", "--ids", "both", "--out", out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["kernels"] == sorted(answer["kernels"], key=lambda kernel: kernel["uri"])
+    assert {kernel["id_dtype"] for kernel in manifest["kernels"]} == {"int32", "int64"}
+    for kernel in manifest["kernels"]:
+        assert "forward" in kernel["op"] and kernel["target"] == "cpu" and kernel["arch"] == "generic"
+        assert not os.path.isabs(kernel["source"]) and not os.path.isabs(kernel["binary"])
+        assert kernel["symbol"] in (out / kernel["source"]).read_text()
+        assert cache.sha256_of((out / kernel["binary"]).read_bytes()) == kernel["binary_sha256"]
+        assert kernel["params"]["prefetch_bytes"] == CpuParams().prefetch_bytes
+
+
+def test_gen_cuda_reports_resources(tiny: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("gen", tiny, "--target", "cuda", "--arch", "sm_80", "--out", out)
+    (kernel,) = json.loads((out / "manifest.json").read_text())["kernels"]
+    assert (out / kernel["binary"]).read_bytes()[:4] == b"\x7fELF"
+    assert kernel["registers"] > 0 and kernel["spill_bytes"] == 0 and 0 < kernel["occupancy"] <= 1
+    assert kernel["shared_bytes"] >= 0
+    for words in ("sm_80", "registers", "occupancy", "1 kernel in"):
+        assert words in result.stdout
+
+
+def test_gen_adds_to_what_is_there(tiny: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arch in ("avx2", "neon", "avx2"):
+        run("gen", tiny, "--target", "cpu", "--arch", arch, "--sources-only", "--out", out)
+    kernels = json.loads((out / "manifest.json").read_text())["kernels"]
+    assert sorted(kernel["arch"] for kernel in kernels) == ["avx2", "neon"]
+    assert all(kernel["binary"] is None and kernel["registers"] is None for kernel in kernels)
+
+
+def test_gen_takes_plan_fields(tiny: str, tmp_path: Path) -> None:
+    words = ("gen", tiny, "--target", "cuda", "--arch", "sm_90", "--sources-only", "--out", tmp_path / "out")
+    (kernel,) = run_json(*words, "--param", "pipeline=8,2", "--param", "block=128")["kernels"]
+    assert kernel["params"]["pipeline"] == [8, 2] and kernel["params"]["block"] == 128
+
+
+def test_emitted_kernels_run_without_a_compiler(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_cache: Path
+) -> None:
+    import torch
+
+    import embforge as ef
+
+    run("gen", tiny, "--target", "cpu", "--out", tmp_path / "kernels")
+    cache.clear()
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    spec = ef.CollectionSpec.from_toml(tiny)
+    module = ef.EmbeddingCollection(spec, kernels=tmp_path / "kernels")
+    out = module(torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    torch.testing.assert_close(out[0], (module.weight("t")[1] + module.weight("t")[2]) / 2)
+    with pytest.raises(ef.MissingKernelError, match=r"forward_cpu_.*_int32_.*embforge gen"):
+        module(torch.tensor([1, 2], dtype=torch.int32), lengths=torch.tensor([2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gen", "nowhere.toml", "--target", "cpu"], "nowhere.toml.*dlrm, llm_vocab, mixed"),
+        (["gen", "mixed", "--target", "cpu", "--arch", "sse9"], "sse9.*avx512"),
+        (["gen", "mixed", "--target", "cuda", "--arch", "sm_10"], "sm_10.*sm_75"),
+        (["gen", "mixed", "--target", "cpu", "--param", "nothing=1"], "nothing.*prefetch_bytes"),
+        (["gen", "mixed", "--target", "cpu", "--param", "prefetch_bytes=3"], "prefetch_bytes=3.*allowed: 0, "),
+        (["gen", "mixed", "--target", "cpu", "--param", "prefetch_bytes"], "FIELD=VALUE"),
+        (["gen", "mixed", "--target", "tpu"], "tpu"),
+        (["bench", "mixed", "--workload", "often"], "often"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_one_sentence(tmp_path: Path, words: list[str], message: str) -> None:
+    out = ["--out", str(tmp_path / "out")] if words[0] == "gen" else []
+    result = run(*words, *out, code=2)
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    assert re.search(message, result.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_spec_is_exit_code_2_with_and_without_json(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(TINY.replace("embedding_dim = 4", "embedding_dim = 0"))
+    result = run("verify", path, code=2)
+    assert result.stderr.count("\n") == 1 and "embedding_dim=0" in result.stderr
+    answer = run_json("verify", path, code=2)
+    assert answer["kind"] == "SpecError" and "embedding_dim=0" in answer["error"]
+
+
+def test_missing_compiler_is_exit_code_3(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = run("gen", tiny, "--target", "cpu", "--out", tmp_path / "out", code=3)
+    assert "no-such-compiler" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_verify_passes_and_reports(tiny: str) -> None:
+    answer = run_json("verify", tiny, "--quick")
+    assert answer["passed"] and answer["on"] == "cpu" and len(answer["checks"]) > 1
+    assert "passed" in run("verify", tiny, "--param", "prefetch_bytes=0").stdout
+
+
+def test_verify_that_fails_is_exit_code_1(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [VerifyRow("fine", 1, 0.0, True), VerifyRow("bits", 3, 0.5, False, "feature 'f', sample 2: 1.0 is not 1.5")]
+    monkeypatch.setattr("embforge.verify.verify", lambda *args, **kwargs: rows)
+    result = run("verify", tiny, code=1)
+    assert "FAILED" in result.stdout and "feature 'f', sample 2" in result.stdout
+    assert run_json("verify", tiny, code=1)["passed"] is False
+
+
+def test_bench_times_us_beside_torch(tiny: str) -> None:
+    words = ("bench", tiny, "--against", "torch", "--workload", "zipf:1.05,len=fixed:3,batch=8", "--seconds", "0.2")
+    answer = run_json(*words)
+    assert {timing["name"] for timing in answer["timings"]} >= {"embforge", "torch"}
+    assert "torch" in run(*words).stdout
+
+
+def test_env_names_versions_and_places() -> None:
+    facts = run_json("env")
+    assert facts["packages"]["torch"] and facts["system"]["isa"] and facts["gpus"]["count"] >= 0
+    assert facts["cache"]["directory"] == os.environ["EMBFORGE_CACHE_DIR"]
+    assert "packages" in run("env").stdout
+
+
+def test_cache_lists_and_clears(tiny: str, tmp_path: Path, fresh_cache: Path) -> None:
+    assert run_json("cache", "ls")["kernels"] == []
+    run("gen", tiny, "--target", "cpu", "--arch", "generic", "--out", tmp_path / "out")
+    (kernel,) = run_json("cache", "ls")["kernels"]
+    assert kernel["uri"].startswith("forward_cpu_generic_tiny") and kernel["bytes"] > 0
+    assert kernel["uri"] in run("cache", "ls").stdout
+    assert run_json("cache", "clear")["freed_bytes"] > kernel["bytes"]
+    assert run_json("cache", "ls")["kernels"] == []
+
+
+def test_schema_is_the_specs() -> None:
+    assert json.loads(run("schema").stdout) == run_json("schema") == json_schema()
+
+
+def test_examples_are_what_they_promise() -> None:
+    dlrm, vocab, mixed = (load_spec(name) for name in ("dlrm", "llm_vocab", "mixed"))
+    assert len(dlrm.tables) == 26 and max(t.num_embeddings for t in dlrm.tables) == 1_000_000
+    assert {t.embedding_dim for t in dlrm.tables} == {8, 16, 32, 64, 128}
+    assert {f.pooling for f in dlrm.features} >= {"sum", "mean"} and max(f.hotness or 0 for f in dlrm.features) > 1
+    assert [(t.num_embeddings, t.embedding_dim, t.dtype) for t in vocab.tables] == [(128256, 4096, "bf16")]
+    assert {t.embedding_dim for t in mixed.tables} == {1, 3, 7, 16, 33, 64, 128, 1000, 4096}
+    assert {t.dtype for t in mixed.tables} == {"fp32", "fp16", "bf16", "fp8_e4m3"}
+    assert {f.pooling for f in mixed.features} == set(POOLINGS)
+    assert any(f.weighted for f in mixed.features) and any(f.padding_idx is not None for f in mixed.features)
+    assert len({f.table for f in mixed.features}) < len(mixed.features)
+
+
+def test_params_are_read_as_written() -> None:
+    for text in ("stream_stores=True", "stream_stores = true"):
+        assert params_of("cpu", [text]) == CpuParams(stream_stores=True)
+    expected = CudaParams(pipeline=(8, 2), cache_hint="default")
+    assert params_of("cuda", ["pipeline=(8,2)", "cache_hint=default"]) == expected
+    with pytest.raises(PlanError, match="stream_stores='maybe'"):
+        params_of("cpu", ["stream_stores=maybe"])

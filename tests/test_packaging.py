@@ -1,0 +1,128 @@
+"""What a user installs: the wheel's size and contents, its CLI in a clean environment, and a light import."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "codegen", "examples", "runtime", "templates", "tuner")
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    answer = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, f"{command}\n{answer.stdout}\n{answer.stderr}"
+    return answer.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source)
+    (found,) = out.glob("embforge-*.whl")
+    return found
+
+
+def test_wheel_is_small_and_complete(wheel: Path) -> None:
+    assert wheel.stat().st_size < 1_000_000
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in ("py.typed", "__init__.py", "codegen/cli/main.py", "specs/dlrm.toml", "specs/mixed.toml"):
+        assert f"embforge/{name}" in names
+    for path in ROOT.glob("templates/**/*.j2"):
+        assert f"embforge/{path.relative_to(ROOT)}" in names
+    modules = {"runtime": "", "codegen": "codegen/", "templates": "templates/", "tuner": "tuner/"}
+    for folder, package in modules.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"embforge/{package}{path.relative_to(ROOT / folder)}" in names
+    assert {name.split("/")[0] for name in names if not name.startswith("embforge-")} == {"embforge"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_cli_works_from_the_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    python = venv / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
+    # The dependencies come from here; a path in a .pth file does not run that directory's own .pth files, so
+    # the editable embforge beside them stays out of sight.
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = run(python, "-c", "import embforge.codegen as c; print(c.__file__)", cwd=tmp_path).strip()
+    assert Path(where).is_relative_to(venv)
+    embforge = venv / "bin" / "embforge"
+    assert "0." in run(embforge, "--version", cwd=tmp_path)
+    assert json.loads(run(embforge, "schema", cwd=tmp_path))["title"] == "embforge collection spec"
+    for target, arch in (("cpu", "avx2"), ("cuda", "sm_90")):
+        out = tmp_path / "out" / target
+        run(embforge, "gen", "mixed", "--target", target, "--arch", arch, "--sources-only", "--out", out, cwd=tmp_path)
+        (kernel,) = json.loads((out / "manifest.json").read_text())["kernels"]
+        assert (out / kernel["source"]).stat().st_size > 1000
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
+    return set(run(sys.executable, "-c", code).split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    loaded = loaded_after("import embforge")
+    assert not loaded & {"torch", "pydantic", "cuda", "numpy", "jinja2", "click", "rich"}
+
+
+def test_help_loads_nothing_heavy() -> None:
+    loaded = loaded_after(
+        "from embforge.codegen.cli.main import main\n"
+        "for words in (['--help'], ['gen', '--help'], ['bench', '--help']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit: pass"
+    )
+    assert not loaded & {"torch", "pydantic", "cuda", "numpy", "jinja2"}
+
+
+def test_generating_code_loads_no_torch(tmp_path: Path) -> None:
+    loaded = loaded_after(
+        "from embforge.codegen.cli.main import main\n"
+        f"words = 'gen mixed --target cpu --arch avx2 --sources-only --out {tmp_path}'\n"
+        "try: main(words.split())\n"
+        "except SystemExit: pass"
+    )
+    assert "jinja2" in loaded and not loaded & {"torch", "cuda"}
+
+
+def test_public_names_load_on_use() -> None:
+    import embforge
+
+    for name in embforge.__all__:
+        assert getattr(embforge, name) is not None
+        assert name in dir(embforge)
+    with pytest.raises(AttributeError, match=r"no attribute 'Missing'.*EmbeddingCollection"):
+        embforge.Missing  # noqa: B018
+
+
+def test_readme_example_runs_as_it_stands() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
+    run(sys.executable, "-c", example)
+
+
+def test_nothing_checked_in_names_this_machine() -> None:
+    tracked = run("git", "ls-files", cwd=ROOT).split() if (ROOT / ".git").exists() else []
+    home = str(Path.home())
+    for name in tracked:
+        path = ROOT / name
+        if path.is_file() and home != "/":
+            assert home + "/" not in path.read_text(encoding="utf-8", errors="replace"), name

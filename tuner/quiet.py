@@ -1,0 +1,58 @@
+"""How much of the machine others used while we measured: a time taken beside a compiler run says little.
+
+Thread pools suffer out of proportion when a core is taken away (torch's parallel loops wait for the slowest
+thread), so a busy machine does not slow all contenders alike, and pairing cannot repair that.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+QUIET = 0.1
+"""CPUs that others may use, on average, in a measurement that counts as undisturbed."""
+
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Seconds of wall time, of CPU time of the whole machine and of this process, at one moment."""
+
+    wall: float
+    machine: float
+    own: float
+
+    @classmethod
+    def now(cls) -> Clocks | None:
+        """None where the system does not tell (not Linux)."""
+        if not _STAT.exists():
+            return None
+        first_line = _STAT.read_text().splitlines()[0]  # `cpu`, then the sums over all CPUs
+        user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, first_line.split()[1:])
+        ticks = user + nice + system + irq + softirq + steal
+        return cls(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+
+def others_since(start: Clocks | None) -> float | None:
+    """CPUs that other processes and the hypervisor's other guests used on average since `start`."""
+    end = Clocks.now()
+    if start is None or end is None:
+        return None
+    wall = max(end.wall - start.wall, 1e-9)
+    return max(0.0, (end.machine - start.machine - (end.own - start.own)) / wall)
+
+
+def wait_until_quiet(seconds: float, window: float = 0.5) -> bool:
+    """Sleeps until others leave the machine alone for a window, at most `seconds`; whether they did."""
+    deadline = time.monotonic() + seconds
+    while True:
+        start = Clocks.now()
+        time.sleep(window)
+        others = others_since(start)
+        if others is None or others <= QUIET:
+            return True
+        if time.monotonic() >= deadline:
+            return False

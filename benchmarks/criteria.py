@@ -43,11 +43,11 @@ def judge(workload: BenchWorkload, report: BenchReport) -> list[Verdict]:
     share = report.limit_share.median if report.limit_share else None
     if report.speedup is not None:
         near_limit = share is not None and share >= OF_LIMIT_INSTEAD
-        measured = f"{report.speedup:.2f}x" + (f", {share:.0%}" if share is not None else "")
+        measured = f"{report.speedup:.2f}x" + (f", {share:.1%}" if share is not None else "")
         asked = f"{OVER_PEERS}x the faster peer or {OF_LIMIT_INSTEAD:.0%} of the limit"
         verdicts.append(Verdict(asked, measured, report.speedup >= OVER_PEERS or near_limit))
     if workload.group == "large" and share is not None:
-        verdicts.append(Verdict(f"{OF_LIMIT_LARGE:.0%} of the limit", f"{share:.0%}", share >= OF_LIMIT_LARGE))
+        verdicts.append(Verdict(f"{OF_LIMIT_LARGE:.0%} of the limit", f"{share:.1%}", share >= OF_LIMIT_LARGE))
     return verdicts
 
 

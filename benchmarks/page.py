@@ -58,7 +58,7 @@ def results_markdown(
     for workload, report, judged in zip(workloads, reports, verdicts, strict=True):
         times = [_time(report, name) for name in (OURS, "torch", "fbgemm", LIMIT)]
         ratios = [_ratio(report.ratios.get(name)) for name in ("torch", "fbgemm")]
-        share = f"{report.limit_share.median:.0%}" if report.limit_share else "-"
+        share = f"{report.limit_share.median:.1%}" if report.limit_share else "-"
         passed = "pass" if all(v.passed for v in judged) else "**miss**"
         cells = [workload.name, f"`{workload.load}`", *times, *ratios, share, passed]
         lines.append(f"| {' | '.join(cells)} |")

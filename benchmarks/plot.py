@@ -14,7 +14,7 @@ INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e8ec"
 COLORS = {"torch": "#e4572e", "fbgemm": "#4c6ef5", "limit": "#2b8a6e"}
 LABELS = {"torch": "torch.nn.EmbeddingBag", "fbgemm": "FBGEMM CPU TBE"}
 GROUP_TITLES = {"large": "tables far past the cache", "cache": "tables in the cache", "overhead": "one sample"}
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": INK,
@@ -66,8 +66,9 @@ def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport])
     axes.set_xscale("log", base=2)
     axes.axvline(1, color=INK, linewidth=1)
     axes.axvline(OVER_PEERS, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    _name_line(axes, OVER_PEERS, f"{OVER_PEERS:g}×")
     low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 0.9), high)
+    axes.set_xlim(min(low, 0.9), high * 1.1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     axes.set_title("Times as fast as …", loc="left", fontsize=11, color=INK, pad=22)
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, frameon=False, fontsize=9,
@@ -79,12 +80,21 @@ def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport])
     shares = [(r.limit_share.median, y) for r, y in zip(reports, heights, strict=True) if r.limit_share]
     axes.barh([y for _, y in shares], [s for s, _ in shares], height=0.55, color=COLORS["limit"], alpha=0.85)
     for value, y in shares:
-        axes.text(value + 0.015, y, f"{value:.0%}", va="center", fontsize=8, color=MUTED)
+        inside = value > 0.15
+        place = {"x": value - 0.02, "ha": "right", "color": "white"} if inside else {"x": value + 0.02, "color": MUTED}
+        axes.text(y=y, s=f"{value:.0%}", va="center", fontsize=8, **place)
     axes.axvline(1, color=INK, linewidth=1)
     axes.axvline(OF_LIMIT_LARGE, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, max([1.12, *(s + 0.12 for s, _ in shares)]))
+    _name_line(axes, OF_LIMIT_LARGE, f"{OF_LIMIT_LARGE:.0%}")
+    axes.set_xlim(0, max([1.04, *(s + 0.04 for s, _ in shares)]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_title("Share of the gather limit", loc="left", fontsize=11, color=INK, pad=22)
+
+
+def _name_line(axes: Any, x: float, text: str) -> None:
+    """What is asked, in small print above its dashed line."""
+    axes.annotate(text, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(2, -7), textcoords="offset points",
+                  fontsize=7.5, color=MUTED)  # fmt: skip
 
 
 def _heights(workloads: Sequence[BenchWorkload]) -> list[float]:

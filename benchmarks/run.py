@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -117,7 +118,7 @@ def results_table(workloads: list[BenchWorkload], reports: list[BenchReport], ve
             workload.name + (" [yellow](disturbed)" if report.disturbed else ""),
             *(_microseconds(report, name) for name in CONTENDERS),
             *(_ratio(report, name) for name in PEERS),
-            f"{report.limit_share.median:.0%}" if report.limit_share else "-",
+            f"{report.limit_share.median:.1%}" if report.limit_share else "-",
             verdict,
         )
     return table
@@ -180,9 +181,16 @@ def _write(
     RESULTS.mkdir(exist_ok=True)
     dated = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.json"
     for path in (dated, RESULTS / "latest.json"):
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.write_text(_json(record), encoding="utf-8")
     page = write_page(ROOT / "docs", workloads, reports, verdicts, overall)
     console.print(f"wrote {dated.relative_to(ROOT)}, latest.json beside it, {page.relative_to(ROOT)} and its plot")
+
+
+def _json(record: dict[str, Any]) -> str:
+    """A line a workload: readable in a diff, and the samples do not take a line each."""
+    head = {key: value for key, value in record.items() if key != "workloads"}
+    lines = ",\n".join(json.dumps(entry) for entry in record["workloads"])
+    return json.dumps(head, indent=1)[:-2] + f',\n "workloads": [\n{lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

@@ -55,6 +55,16 @@ def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False) -
     return Built(plan, entry.source, entry.binary, _resources(plan, target, entry) if resources else [], cached)
 
 
+def locate(plan: Plan, *, kernels: Path | None = None) -> Path | None:
+    """Where `build` would find the plan's binary without compiling it, or None."""
+    target, source = target_named(plan.target), source_of(plan)
+    directory = kernels or _directory_from_environment()
+    if directory is not None and (record := manifest.find_kernel(directory, plan, source)):
+        return directory / str(record["binary"])
+    entry = _cached(plan, target, source)
+    return entry.binary if entry else None
+
+
 def build_many(
     plans: Iterable[Plan],
     *,
@@ -118,12 +128,16 @@ def _jit_allowed() -> bool:
     return os.environ.get("EMBFORGE_JIT", "1") != "0"
 
 
-def _cached_or_refuse(plan: Plan, target: Target, source: str, directory: Path | None) -> cache.Entry:
+def _cached(plan: Plan, target: Target, source: str) -> cache.Entry | None:
     try:
         recipe = _recipe(plan, target, source)
-        entry = cache.load(cache.entry_dir(recipe), recipe.key)
     except ToolchainError:  # without the compiler no key can be named, so nothing in the cache can answer to it
-        entry = None
+        return None
+    return cache.load(cache.entry_dir(recipe), recipe.key)
+
+
+def _cached_or_refuse(plan: Plan, target: Target, source: str, directory: Path | None) -> cache.Entry:
+    entry = _cached(plan, target, source)
     if entry is not None:
         return entry
     looked = f"{directory} and the cache" if directory else "the cache"

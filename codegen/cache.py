@@ -223,8 +223,8 @@ def _private_dir() -> Path:
         raise CacheError(f"{directory} is no directory; set EMBFORGE_CACHE_DIR to a directory of your own")
     if owner is not None and (found.st_uid != owner or found.st_mode & 0o077):
         raise CacheError(
-            f"{directory} belongs to user {found.st_uid} with permissions {stat.S_IMODE(found.st_mode):04o}: whoever can "
-            f"write there could have us run their code; set EMBFORGE_CACHE_DIR to a directory of your own"
+            f"{directory} belongs to user {found.st_uid} with permissions {stat.S_IMODE(found.st_mode):04o}: whoever "
+            f"can write there could have us run their code; set EMBFORGE_CACHE_DIR to a directory of your own"
         )
     return directory
 

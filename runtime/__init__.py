@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from embforge.codegen.spec import FeatureSpec as FeatureSpec
     from embforge.codegen.spec import TableSpec as TableSpec
     from embforge.collection import EmbeddingCollection as EmbeddingCollection
-    from embforge.explain import explain as explain
+    from embforge.explanation import explain as explain
     from embforge.jagged import Jagged as Jagged
 
     __version__: str
@@ -42,7 +42,7 @@ _HOME = {
     "SpecError": "embforge.codegen.errors",
     "TableSpec": "embforge.codegen.spec",
     "ToolchainError": "embforge.codegen.errors",
-    "explain": "embforge.explain",
+    "explain": "embforge.explanation",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

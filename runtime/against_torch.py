@@ -48,9 +48,7 @@ def differences_from_torch(
             taken += rows.numel()
             if not placed.feature.weighted:
                 yield bags.embedding(rows)
-        elif placed.feature.pooling in ("sum", "mean", "max") and (
-            weights is None or placed.feature.pooling == "sum"
-        ):
+        elif placed.feature.pooling in ("sum", "mean", "max") and (weights is None or placed.feature.pooling == "sum"):
             yield bags.embedding_bag(pooled[:, placed.column : placed.column + placed.width], weights)
 
 
@@ -65,7 +63,9 @@ class _Bags(NamedTuple):
 
     def embedding(self, have: Tensor) -> Difference:
         """`none` is a copy of rows: it may differ by the conversion to the output dtype, which torch does too."""
-        want = functional.embedding(self.ids, self.table) if self.table.element_size() > 1 else self.table[self.ids.long()]
+        want = (
+            functional.embedding(self.ids, self.table) if self.table.element_size() > 1 else self.table[self.ids.long()]
+        )
         return self._difference("torch.nn.functional.embedding", have, want.float().to(have.dtype).double(), None)
 
     def embedding_bag(self, have: Tensor, weights: Tensor | None) -> Difference:

@@ -52,8 +52,8 @@ class Drawn(NamedTuple):
     weights: Tensor | None
 
 
-def draw_batch(spec: CollectionSpec, case: Case, seed: int) -> Drawn:
-    """The batch of a case, on the CPU."""
+def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.device = "cpu") -> Drawn:
+    """The batch of a case. Drawn on the CPU, so that every device sees the same."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, DTYPES[case.id_dtype].torch_name)
     lengths, ids, kinds = [], [], set[tuple[object, ...]]()
@@ -72,7 +72,7 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int) -> Drawn:
     weights = None if case.weights == "absent" else torch.randn(values.numel(), generator=generator)
     if weights is not None and case.weights == "special":
         _sprinkle(weights, (0.0, -0.0, 1.0, -1.0, 1e-30, 1e30), 0.5, generator)
-    return Drawn(values.to(dtype), offsets.to(dtype), weights)
+    return Drawn(values.to(device, dtype), offsets.to(device, dtype), None if weights is None else weights.to(device))
 
 
 def _lengths(feature: FeatureSpec, table: TableSpec, case: Case, generator: torch.Generator) -> Tensor:

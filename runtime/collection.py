@@ -38,6 +38,23 @@ class _Ready:
         self.metadata = metadata
 
 
+class _Tables(nn.Module):
+    """The tables by name. A name may hold a dot, which torch's own look for unexpected keys takes for a level."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = {f"{prefix}{name}.weight" for name in self._modules}
+        unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
+
+
 class EmbeddingCollection(nn.Module):
     """All lookups of a spec in one fused kernel call.
 
@@ -64,13 +81,14 @@ class EmbeddingCollection(nn.Module):
         self.bounds_check = bounds_check
         device = torch.device(device)
         self.backend = _backend(backend, device)
-        self._kernels = str(kernels) if kernels is not None else None
+        self.kernels = str(kernels) if kernels is not None else None
         self._params = _params(params, self.backend)
-        self.tables = nn.Module()
+        self.tables = _Tables()
         for table in self.layout.tables:
             # Past add_module's check: a table may be called `forward` or `type`.
             self.tables._modules[table.table.name] = StaticTable(table, device)
         self._ready: dict[torch.dtype, _Ready] = {}
+        self._programs = self._program_texts()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -79,7 +97,12 @@ class EmbeddingCollection(nn.Module):
             table.reset()
 
     def forward(
-        self, values: Any, offsets: Tensor | None = None, weights: Tensor | None = None, *, lengths: Tensor | None = None
+        self,
+        values: Any,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """`[B, total dim]`, features side by side in the spec's order.
 
@@ -88,12 +111,19 @@ class EmbeddingCollection(nn.Module):
         """
         if self._has_sequence:
             names = ", ".join(repr(f.feature.name) for f in self.layout.sequence_features)
-            raise ValueError(f"feature {names} has pooling 'none' and no column in a [B, D] result; call forward_dict()")
+            raise ValueError(
+                f"feature {names} has pooling 'none' and no column in a [B, D] result; call forward_dict()"
+            )
         tables = self._weights()
         return self._lookup(tables, normalise(self.spec, tables[0].device, values, offsets, weights, lengths), ())[0]
 
     def forward_dict(
-        self, values: Any, offsets: Tensor | None = None, weights: Tensor | None = None, *, lengths: Tensor | None = None
+        self,
+        values: Any,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
         tables = self._weights()
@@ -121,16 +151,14 @@ class EmbeddingCollection(nn.Module):
 
     def plan(self, id_dtype: str = "int64") -> Plan:
         """The plan that a call with such ids runs."""
-        return Plan("forward", self.backend, arch_of(self.backend, self._device()), id_dtype, self.spec, self._params)
+        return Plan("forward", self.backend, arch_of(self.backend, self.device), id_dtype, self.spec, self._params)
 
     def extra_repr(self) -> str:
         spec = self.spec
         sizes = f"{len(spec.tables)} tables, {len(spec.features)} features"
         return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}"
 
-    def _lookup(
-        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch.values
         if torch.compiler.is_compiling() or _is_watched(tables, values):
             rows, program = list(sequence_rows), self._program(batch)
@@ -148,8 +176,16 @@ class EmbeddingCollection(nn.Module):
         elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
         return ready.kernel(ready.metadata, tables, batch, elements, self.bounds_check)
 
+    def _program_texts(self) -> dict[torch.dtype, str]:
+        """Made ahead of calls, because torch.compile could not trace how. A GPU's arch is not known on meta."""
+        if self.backend == "cuda" and self.device.type == "meta":
+            return {}
+        return {dtype: Program(self.plan(name), self.kernels).text for dtype, name in ID_DTYPES.items()}
+
     def _program(self, batch: Batch) -> str:
-        return Program(self.plan(ID_DTYPES[batch.values.dtype]), self._kernels).text
+        if not self._programs:
+            self._programs = self._program_texts()
+        return self._programs[batch.values.dtype]
 
     def _sequence_rows(self, batch: Batch) -> tuple[int, ...]:
         """Ids of each `none` feature. Asks the device only if the caller did not say and there are several features."""
@@ -177,25 +213,33 @@ class EmbeddingCollection(nn.Module):
     def _weights(self) -> list[Any]:
         return [table._parameters["weight"] for table in self._tables().values()]
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
         device: torch.device = self._weights()[0].device
         return device
 
     def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingCollection:
         super()._apply(fn, recurse)
         self._ready = {}
-        device = self._device()
+        device = self.device
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = _backend(None, device)
             self._params = _params(None, self.backend)
+        self._programs = self._program_texts()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}}  # kernels are found again by their plan
+        return {**self.__dict__, "_ready": {}, "_programs": {}}  # made again, maybe on another machine
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._programs = self._program_texts()
 
 
 def _is_watched(tables: list[Any], values: Tensor) -> bool:
-    """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass."""
+    """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass; or
+    there is nothing to read (meta)."""
     if torch.is_grad_enabled():
         for table in tables:  # a loop: any() with a generator takes three times as long
             if table.requires_grad:
@@ -206,6 +250,7 @@ def _is_watched(tables: list[Any], values: Tensor) -> bool:
         or torch._C._autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
         or type(values) is not Tensor
+        or values.is_meta
     )
 
 

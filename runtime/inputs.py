@@ -57,8 +57,9 @@ def normalise(
             and ((values.is_cpu and offsets.is_cpu) if device == _CPU else values.device == device == offsets.device)
             and (weights is None or _fits_as_it_is(weights, values))
         ):
-            batch, rest = divmod(offsets.numel() - 1, len(spec.features))
-            if rest == 0 and batch >= 0:
+            features, bags = len(spec.features), offsets.numel() - 1
+            batch = bags // features
+            if batch * features == bags >= 0:
                 return Batch(values, offsets, weights, batch, None)
     return _normalise_any(spec, device, _unpack(spec, values, offsets, weights, lengths))
 
@@ -120,7 +121,9 @@ def _checked(name: str, tensor: Any, dtypes: Sequence[torch.dtype], device: torc
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not allowed; allowed: 1-D; see flatten()")
     same = tensor.device.type == device.type and (tensor.is_cpu or device.index in (None, tensor.device.index))
     if not same:
-        raise ValueError(f"{name}: is on {tensor.device}, the tables are on {device}; move it with .to({str(device)!r})")
+        raise ValueError(
+            f"{name}: is on {tensor.device}, the tables are on {device}; move it with .to({str(device)!r})"
+        )
     return tensor.contiguous()
 
 
@@ -229,7 +232,9 @@ def raise_bad_input(
             "offsets must never fall (no length may be negative)"
         )
     if int(offsets[-1]) != values.numel():
-        raise ValueError(f"offsets: values has {values.numel()} ids, offsets end at {int(offsets[-1])}; both must agree")
+        raise ValueError(
+            f"offsets: values has {values.numel()} ids, offsets end at {int(offsets[-1])}; both must agree"
+        )
     for index, feature in enumerate(spec.features):
         if feature.pooling == "concat" and feature.hotness is not None:
             lengths = offsets[index * batch : (index + 1) * batch + 1].diff()
@@ -240,7 +245,7 @@ def raise_bad_input(
                     f"hotness={feature.hotness} allows {feature.hotness}; raise hotness or cut the bag"
                 )
     if bounds_check == "error":
-        for index, feature in enumerate(spec.features):
+        for index in range(len(spec.features)):
             _check_ids(spec, index, values, offsets[index * batch : (index + 1) * batch + 1])
 
 

@@ -37,6 +37,7 @@ def _lookup(
     kernel = kernel_of(program)
     layout = kernel.plan.layout
     batch = Batch(values, offsets, weights, (offsets.numel() - 1) // len(layout.features), None)
+    _check_sequence_rows(layout, batch, sequence_rows)
     elements = sequence_elements(layout, sequence_rows)
     pooled, sequence = kernel(metadata_of(tables, bounds_check), tables, batch, elements, bounds_check)
     return pooled, values.new_empty(0, dtype=pooled.dtype) if sequence is None else sequence
@@ -56,6 +57,16 @@ def _lookup_fake(
     batch = (offsets.numel() - 1) // len(plan.spec.features)
     pooled = values.new_empty((batch, plan.layout.output_width), dtype=dtype)
     return pooled, values.new_empty(sequence_elements(plan.layout, sequence_rows), dtype=dtype)
+
+
+def _check_sequence_rows(layout: CollectionLayout, batch: Batch, sequence_rows: Sequence[int]) -> None:
+    """A kernel writes as many rows as offsets say: a caller who says fewer would have it write past the end."""
+    if not layout.sequence_features or not batch.offsets.is_cpu or batch.batch == 0:
+        return  # a look at a GPU's offsets would wait for it
+    borders = batch.offsets[:: batch.batch].tolist()
+    true = [borders[f.index + 1] - borders[f.index] for f in layout.sequence_features]
+    if true != list(sequence_rows) and min(true) >= 0:
+        raise ValueError(f"sequence_rows: {list(sequence_rows)} given, offsets say {true}")
 
 
 def sequence_elements(layout: CollectionLayout, sequence_rows: Sequence[int]) -> int:

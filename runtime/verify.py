@@ -143,18 +143,18 @@ def draw_probes(
         Case(largest, bad_ids=True, id_dtype="int32"),
         Case(min(largest, 64), bad_ids=True),
     ]
-    small = replace(spec, tables=[_shrunk(spec, table) for table in spec.tables])
+    small = replace(spec, tables=tuple(_shrunk(spec, table) for table in spec.tables))
     on_special = [
         Case(min(largest, 64)),
         Case(min(largest, 16), "edges", weights="special", bad_ids=True, id_dtype="int32"),
     ]
-    probes = []
+    probes: list[Probe] = []
     for part, special, wanted in ((spec, False, cases), (small, True, on_special)):
         tell("drawing tables", int(special), 2)
         tables = draw_tables(part, seed, special, device)
         for case in wanted:
             tell("asking the reference", len(probes), len(cases) + len(on_special))
-            drawn = Drawn(*(t if t is None else t.to(device) for t in draw_batch(part, case, seed + len(probes))))
+            drawn = draw_batch(part, case, seed + len(probes), device)
             expected = reference.lookup(part, *drawn, tables, bounds_check="zero" if case.bad_ids else "error")
             probes.append(Probe(case, special, drawn, tables, expected))
     return probes

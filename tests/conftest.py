@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,30 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
-    """With CI=true a skipped test fails unless its reason is on the checked-in list."""
-    report: pytest.TestReport = yield
-    expected_to_fail = hasattr(report, "wasxfail")
-    if report.skipped and not expected_to_fail and os.environ.get("CI") == "true":
-        assert isinstance(report.longrepr, tuple)
-        reason = report.longrepr[2].removeprefix("Skipped: ")
-        if reason not in allowed_skip_reasons():
-            report.outcome = "failed"
-            report.longrepr = f"{item.nodeid} skipped: {reason!r} is not in {ALLOWED_SKIPS.relative_to(ROOT)}"
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_skip(report, item.nodeid)
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_skip(report, collector.nodeid)
+    return report
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport, name: str) -> None:
+    """With CI=true a skip is a failure unless its reason is on the checked-in list."""
+    if not report.skipped or hasattr(report, "wasxfail") or os.environ.get("CI") != "true":
+        return
+    assert isinstance(report.longrepr, tuple)
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    if reason not in allowed_skip_reasons():
+        report.outcome = "failed"
+        report.longrepr = f"{name} skipped: {reason!r} is not in {ALLOWED_SKIPS.name}"
 
 
 def allowed_skip_reasons() -> set[str]:

@@ -200,7 +200,7 @@ def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "**miss**: first: 80% of the limit; measured 50%" in text
+    assert "**miss**: first: 80% of the limit; measured 50.0%" in text
     assert (tmp_path / "benchmarks.svg").read_text().count("second") == 1
     page.write_text("no markers")
     with pytest.raises(ValueError, match="lost its markers"):

@@ -22,7 +22,9 @@ KERNELS = (("cuda", "sm_90"), ("cuda", "sm_100"), ("cpu", "avx512"), ("cpu", "av
 
 
 every_kernel = pytest.mark.parametrize(
-    ("spec", "kernel"), product(SPECS, KERNELS), ids=lambda value: value if isinstance(value, str) else "-".join(value)
+    ("spec", "kernel"),
+    list(product(SPECS, KERNELS)),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 
 

@@ -22,6 +22,7 @@ VALUES = torch.tensor([1, 2, 3, 400, 500])
 LENGTHS = torch.tensor([1, 2, 0, 2])
 OFFSETS = torch.tensor([0, 1, 3, 3, 5])
 WEIGHTS = torch.arange(5.0)
+WEIGHTED = Jagged(VALUES, OFFSETS, weights=WEIGHTS)
 
 
 def same(batch: Batch, values: Tensor = VALUES, offsets: Tensor = OFFSETS, weights: Tensor | None = None) -> bool:
@@ -186,7 +187,11 @@ def test_bad_keyed_jagged_tensors(keyed: Keyed, message: str) -> None:
         (ValueError, r"lengths: is on meta.*cpu", dict(offsets=None, lengths=LENGTHS.to(META))),
         (ValueError, r"offsets: given beside a Jagged", dict(values=Jagged(VALUES, OFFSETS))),
         (ValueError, r"lengths: given", dict(values=Jagged(VALUES, OFFSETS), offsets=None, lengths=LENGTHS)),
-        (ValueError, r"weights: given", dict(values=Jagged(VALUES, OFFSETS, weights=WEIGHTS), offsets=None, weights=WEIGHTS)),
+        (
+            ValueError,
+            r"weights: given",
+            dict(values=Jagged(VALUES, OFFSETS, weights=WEIGHTS), offsets=None, weights=WEIGHTS),
+        ),
         (ValueError, r"weights: given", dict(values=Keyed(["a", "b"], VALUES, LENGTHS), offsets=None, weights=WEIGHTS)),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -117,6 +118,37 @@ def test_readme_example_runs_as_it_stands() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
     run(sys.executable, "-c", example)
+
+
+SKIPPING = """
+import pytest
+def test_allowed(): pytest.skip("no GPU on this machine")
+def test_not_allowed(): pytest.skip("not today")
+@pytest.mark.xfail
+def test_expected(): assert False
+"""
+
+
+@pytest.mark.parametrize(("ci", "failed"), [("true", 1), ("", 0)])
+def test_a_skip_fails_in_ci_unless_its_reason_is_listed(tmp_path: Path, ci: str, failed: int) -> None:
+    for name in ("conftest.py", "allowed_skips.txt"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / name)
+    (tmp_path / "test_skips.py").write_text(SKIPPING)
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.skip('never here', allow_module_level=True)\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+        "--continue-on-collection-errors",
+    ]
+    answer = subprocess.run(command, env={**os.environ, "CI": ci}, capture_output=True, text=True, check=False)
+    assert answer.returncode == (1 if failed else 0), answer.stdout
+    assert ("'not today' is not in" in answer.stdout) == ("'never here' is not in" in answer.stdout) == bool(failed)
+    assert "1 xfailed" in answer.stdout and "no GPU on this machine' is not" not in answer.stdout
 
 
 def test_nothing_checked_in_names_this_machine() -> None:

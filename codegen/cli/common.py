@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +126,8 @@ def stage_bar() -> Iterator[Callable[[str, int, int], None]]:
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("")
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total)
 
@@ -134,7 +135,8 @@ def stage_bar() -> Iterator[Callable[[str, int, int], None]]:
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
     """A spinner on stderr for work of unknown length."""
-    with console(stderr=True).status(title):
+    screen = console(stderr=True)
+    with screen.status(title) if screen.is_terminal else nullcontext():
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from embforge.codegen.errors import CompileError, ToolchainError
@@ -12,6 +13,8 @@ from embforge.codegen.machine import package_version
 FLAGS: dict[str, Any] = {"std": "c++17", "fma": False}
 """Contraction off, no fast math: part of the semantics. Everything else is NVRTC's default."""
 CONTEXT_LINES = 3
+_IMPORTING = Lock()
+"""cuda.core imports itself in circles: a second thread that imports it meanwhile gets half of it."""
 
 
 def compile_cubin(source: Path, arch: str) -> bytes:
@@ -81,7 +84,8 @@ def check_driver(driver_version: tuple[int, int], compiler_version: tuple[int, i
 
 def _cuda_core() -> Any:
     try:
-        import cuda.core
+        with _IMPORTING:
+            import cuda.core
     except ImportError as error:
         raise ToolchainError(
             f"target cuda needs the cuda-core package and NVRTC ({error}); install embforge on Linux or Windows, where "

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import FeatureLayout, layout_of
-from embforge.codegen.semantics import CHUNK
+from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
-from embforge.codegen.plan import Plan
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.metadata import Metadata
 
@@ -69,11 +68,14 @@ def lookup(
     for placed in layout.features:
         borders = offsets[placed.index * batch : (placed.index + 1) * batch + 1]
         begin, end = int(borders[0]), int(borders[-1])
+        used = weights if placed.feature.weighted else None
         bags = _Bags(
             placed=placed,
             table=tables[placed.table_index],
             ids=values[begin:end].long(),
-            weights=weights[begin:end].to(accumulate_dtype) if weights is not None and placed.feature.weighted else None,
+            weights=weights[begin:end].to(accumulate_dtype)
+            if weights is not None and placed.feature.weighted
+            else None,
             starts=borders[:-1] - begin,
             lengths=borders.diff(),
             dtype=accumulate_dtype,

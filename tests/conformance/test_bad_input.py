@@ -1,0 +1,156 @@
+"""Bad input on every backend: the error that the semantics name, and the process lives on with right results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.collection import EmbeddingCollection
+
+every_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+SPEC = CollectionSpec(
+    [TableSpec("small", 10, 4), TableSpec("large", 1000, 16, "fp16")],
+    [
+        FeatureSpec("pooled", "small"),
+        FeatureSpec("best", "large", "max"),
+        FeatureSpec("beside", "large", "concat", hotness=2),
+        FeatureSpec("rows", "small", "none"),
+    ],
+)
+VALUES = [1, 2, 3, 400, 500, 600, 700, 8, 9]
+OFFSETS = [0, 1, 3, 3, 5, 5, 7, 8, 9]
+
+
+def call(module: EmbeddingCollection, values: Any = VALUES, offsets: Any = OFFSETS, **more: Any) -> dict[str, Any]:
+    dtype = more.pop("dtype", torch.int64)
+    return module.forward_dict(torch.tensor(values, dtype=dtype), torch.tensor(offsets, dtype=dtype), **more)
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[tuple[str, str], EmbeddingCollection]:
+    return {
+        (backend, mode): EmbeddingCollection(SPEC, backend=backend, bounds_check=mode)  # type: ignore[arg-type]
+        for backend in ("reference", "cpu")
+        for mode in ("error", "zero")
+    }
+
+
+Modules = dict[tuple[str, str], EmbeddingCollection]
+
+BAD_OFFSETS = [
+    ([1, 1, 3, 3, 5, 5, 7, 8, 9], r"offsets\[0\] is 1"),
+    ([0, 3, 1, 3, 5, 5, 7, 8, 9], r"offsets\[1\] is 3 and offsets\[2\] is 1"),
+    ([0, 1, 3, 3, 5, 5, 7, 12, 9], r"offsets\[7\] is 12 and offsets\[8\] is 9"),
+    ([0, 1, 3, 3, 5, 5, 7, -8, 9], r"offsets\[6\] is 7 and offsets\[7\] is -8"),
+    ([0, 2**31 - 1, 0, 3, 5, 5, 7, 8, 9], r"offsets\[1\] is 2147483647 and offsets\[2\] is 0"),
+    ([0, 1, 3, 3, 5, 5, 7, 8, 10], r"values has 9 ids, offsets end at 10"),
+    ([0, 1, 3, 3, 5, 5, 7, 8, 8], r"values has 9 ids, offsets end at 8"),
+    ([0, 1, 3, 3, 4, 4, 7, 8, 9], r"feature 'beside': the bag of sample 1 has 3 ids.*hotness=2"),
+    ([0, 1, 3, 3, 5, 5, 7, 8], r"offsets: length 8 does not fit 4 features"),
+]
+
+BAD_IDS = [
+    (0, 10, r"feature 'pooled': id 10 of sample 0, position 0.*table 'small'.*10 rows"),
+    (2, -1, r"feature 'pooled': id -1 of sample 1, position 1"),
+    (4, 1000, r"feature 'best': id 1000 of sample 1, position 1.*table 'large'.*1000 rows"),
+    (6, -(2**31), r"feature 'beside': id -2147483648 of sample 1, position 1"),
+    (7, 2**31 - 1, r"feature 'rows': id 2147483647 of sample 0, position 0"),
+]
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("mode", ["error", "zero"])
+@pytest.mark.parametrize(("offsets", "message"), BAD_OFFSETS)
+def test_bad_offsets(
+    modules: Modules, backend: str, mode: str, dtype: torch.dtype, offsets: list[int], message: str
+) -> None:
+    module = modules[backend, mode]
+    before = call(module, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        call(module, offsets=offsets, dtype=dtype)
+    after = call(module, dtype=dtype)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("place", "bad", "message"), BAD_IDS)
+def test_bad_ids(modules: Modules, backend: str, dtype: torch.dtype, place: int, bad: int, message: str) -> None:
+    module = modules[backend, "error"]
+    before = call(module, dtype=dtype)
+    values = [*VALUES[:place], bad, *VALUES[place + 1 :]]
+    with pytest.raises(IndexError, match=message):
+        call(module, values, dtype=dtype)
+    after = call(module, dtype=dtype)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert len(call(modules[backend, "zero"], values, dtype=dtype)) == 4
+
+
+@every_backend
+@pytest.mark.parametrize("bad", [2**62, -(2**63), 2**32 + 1, -(2**32)])
+def test_ids_past_32_bits(modules: Modules, backend: str, bad: int) -> None:
+    """2^32 + 1 must not be taken for 1."""
+    with pytest.raises(IndexError, match=f"id {bad} of sample 0"):
+        call(modules[backend, "error"], [bad, *VALUES[1:]])
+    result = call(modules[backend, "zero"], [bad, *VALUES[1:]])
+    assert torch.equal(result["pooled"][0], torch.zeros(4))
+
+
+@every_backend
+def test_an_absent_id_of_every_pooling_is_zero(modules: Modules, backend: str) -> None:
+    result = call(modules[backend, "zero"], [-1] * 9)
+    assert all(not tensor.any() and not tensor.isnan().any() for tensor in result.values())
+
+
+@every_backend
+def test_a_bad_id_deep_in_a_long_bag(modules: Modules, backend: str) -> None:
+    """Found by whichever thread meets it, and named exactly."""
+    values = [3] * 200_000 + [1, 400, 500, 600, 700, 8, 9]
+    values[123_456] = 10
+    offsets = [0, 200_000, 200_001, 200_001, 200_003, 200_003, 200_005, 200_006, 200_007]
+    with pytest.raises(IndexError, match="feature 'pooled': id 10 of sample 0, position 123456"):
+        call(modules[backend, "error"], values, offsets)
+
+
+@every_backend
+def test_lengths_that_do_not_add_up(modules: Modules, backend: str) -> None:
+    module = modules[backend, "error"]
+    with pytest.raises(ValueError, match="values has 9 ids, offsets end at 8"):
+        module.forward_dict(torch.tensor(VALUES), lengths=torch.ones(8, dtype=torch.int64))
+    with pytest.raises(ValueError, match="offsets must never fall"):
+        module.forward_dict(torch.tensor(VALUES), lengths=torch.tensor([1, -2, 2, 2, 2, 2, 1, 1]))
+
+
+@every_backend
+def test_wrong_dtype_device_and_size(modules: Modules, backend: str) -> None:
+    module = modules[backend, "error"]
+    values, offsets = torch.tensor(VALUES), torch.tensor(OFFSETS)
+    with pytest.raises(TypeError, match=r"values: dtype torch\.float32"):
+        module.forward_dict(values.float(), offsets)
+    with pytest.raises(TypeError, match=r"offsets: dtype torch\.float64"):
+        module.forward_dict(values, offsets.double())
+    with pytest.raises(TypeError, match=r"weights: dtype torch\.float64"):
+        module.forward_dict(values, offsets, torch.ones(9, dtype=torch.float64))
+    with pytest.raises(ValueError, match="weights: 8 numbers for 9 ids"):
+        module.forward_dict(values, offsets, torch.ones(8))
+    with pytest.raises(ValueError, match="values: is on meta, the tables are on cpu"):
+        module.forward_dict(values.to("meta"), offsets)
+
+
+@every_backend
+def test_a_call_that_cannot_hold_sequence_features(modules: Modules, backend: str) -> None:
+    with pytest.raises(ValueError, match=r"'rows'.*forward_dict"):
+        modules[backend, "error"](torch.tensor(VALUES), torch.tensor(OFFSETS))
+
+
+@pytest.mark.parametrize(
+    "argument", [{"backend": "tpu"}, {"bounds_check": "maybe"}, {"device": "meta", "backend": "x"}]
+)
+def test_bad_construction(argument: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"(backend|bounds_check)='(tpu|maybe|x)' is not known; allowed: "):
+        EmbeddingCollection(SPEC, **argument)

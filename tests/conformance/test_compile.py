@@ -1,0 +1,128 @@
+"""The operator under torch's own checks, and modules inside compiled and exported graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embforge import ops
+from embforge.cases import Case, draw_batch
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.collection import EmbeddingCollection
+from embforge.launch.kernels import Program
+
+every_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+SPEC = CollectionSpec(
+    [TableSpec("a", 100, 7), TableSpec("b", 50, 16, "bf16")],
+    [FeatureSpec("x", "a"), FeatureSpec("y", "b", "mean", weighted=True)],
+)
+WITH_ROWS = CollectionSpec(SPEC.tables, [*SPEC.features, FeatureSpec("s", "a", "none")])
+
+
+def batch(spec: CollectionSpec, size: int = 6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    return draw_batch(spec, Case(size), seed)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_graphs() -> None:
+    torch.compiler.reset()
+
+
+@every_backend
+@pytest.mark.parametrize("weighted", [True, False])
+def test_opcheck(backend: Any, weighted: bool) -> None:
+    module = EmbeddingCollection(WITH_ROWS, backend=backend)
+    values, offsets, weights = batch(WITH_ROWS)
+    tables = [module.weight(t.name).detach() for t in WITH_ROWS.tables]
+    rows = [int(offsets[18] - offsets[12])]
+    arguments = (values, offsets, weights if weighted else None, tables, rows, Program(module.plan()).text, "error")
+    torch.library.opcheck(ops.lookup, arguments)
+
+
+@every_backend
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_compiled_whole(backend: Any, compiler: str) -> None:
+    """No graph break, right for batches of other sizes, and errors come through."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embeddings = EmbeddingCollection(SPEC, backend=backend)
+
+        def forward(self, values: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+            return self.embeddings(values, offsets, weights).relu() * 2
+
+    model = Model()
+    compiled = torch.compile(model, backend=compiler, fullgraph=True)
+    for size in (6, 9, 1, 17):
+        arguments = batch(SPEC, size, size)
+        assert torch.equal(compiled(*arguments), model(*arguments))
+    values, offsets, weights = batch(SPEC)
+    with pytest.raises(IndexError, match="feature 'x': id 100"):
+        compiled(torch.full_like(values, 100), offsets, weights)
+
+
+def test_the_same_ids_twice_in_one_graph() -> None:
+    module = EmbeddingCollection(SPEC, backend="cpu")
+    arguments = batch(SPEC)
+
+    def twice(*arguments: Any) -> Tensor:
+        return module(*arguments) + module(*arguments)
+
+    assert torch.equal(torch.compile(twice, backend="aot_eager", fullgraph=True)(*arguments), twice(*arguments))
+
+
+def test_a_compiled_module_sees_changed_rows() -> None:
+    module = EmbeddingCollection(SPEC, backend="cpu")
+    compiled = torch.compile(module, backend="inductor", fullgraph=True)
+    before = compiled(*batch(SPEC))
+    with torch.no_grad():
+        module.weight("a").mul_(2)
+    assert torch.equal(compiled(*batch(SPEC))[:, :7], before[:, :7] * 2)
+
+
+def test_compiled_with_sequence_features() -> None:
+    """Their sizes depend on the numbers in offsets, so the graph may break; the result may not."""
+    module = EmbeddingCollection(WITH_ROWS, backend="cpu")
+    compiled = torch.compile(module.forward_dict, backend="eager")
+    for size in (6, 3):
+        want, have = module.forward_dict(*batch(WITH_ROWS, size)), compiled(*batch(WITH_ROWS, size))
+        assert all(torch.equal(want[name], have[name]) for name in want)
+
+
+def test_exported() -> None:
+    module = EmbeddingCollection(SPEC, backend="cpu")
+    exported = torch.export.export(module, batch(SPEC))
+    assert torch.equal(exported.module()(*batch(SPEC)), module(*batch(SPEC)))
+
+
+def test_profiler_sees_the_operator() -> None:
+    module = EmbeddingCollection(SPEC, backend="cpu")
+    with torch.profiler.profile() as profile:
+        module(*batch(SPEC))
+    assert any(event.key == "embforge::lookup" for event in profile.key_averages())
+
+
+def test_inference_and_no_grad_modes() -> None:
+    module = EmbeddingCollection(SPEC, backend="cpu")
+    want = module(*batch(SPEC))
+    with torch.inference_mode():
+        assert torch.equal(module(*batch(SPEC)), want)
+    with torch.no_grad():
+        assert torch.equal(module(*batch(SPEC)), want)
+
+
+@every_backend
+def test_lying_sequence_sizes_are_refused(backend: Any) -> None:
+    """A direct call of the operator must not write past what it allocated."""
+    module = EmbeddingCollection(WITH_ROWS, backend=backend)
+    values, offsets, weights = batch(WITH_ROWS)
+    tables = [module.weight(t.name).detach() for t in WITH_ROWS.tables]
+    rows = int(offsets[18] - offsets[12])
+    for wrong in ([rows - 1], [rows + 1], [0]):
+        with pytest.raises(ValueError, match="sequence_rows"):
+            ops.lookup(values, offsets, weights, tables, wrong, Program(module.plan()).text, "error")

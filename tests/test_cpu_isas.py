@@ -1,0 +1,72 @@
+"""Every instruction set that this machine can run gives the reference's bits: not only the best one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from embforge.codegen.build import build
+from embforge.codegen.machine import X86_NEEDS, host_isa
+from embforge.codegen.params import CpuParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.inputs import Batch
+from embforge.launch import reference
+from embforge.launch.cpu import CpuForward
+from embforge.launch.metadata import metadata_of
+from embforge.storage.static import allocate
+
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 6e-8, 6.2e-5, 65504.0, 65520.0, 3.4e38, 448.0]
+
+
+def runnable() -> list[str]:
+    """This machine's set and what it includes."""
+    order = [*X86_NEEDS, "generic"]
+    best = host_isa()
+    return order[order.index(best) :] if best in order else [best, "generic"]
+
+
+def spec_of(output_dtype: str) -> CollectionSpec:
+    tables = [
+        TableSpec(f"t{dim}_{dtype}", 40, dim, dtype)
+        for dim in (1, 5, 21)
+        for dtype in ("fp32", "fp16", "bf16", "fp8_e4m3")
+    ]
+    features = [
+        FeatureSpec(f"{table.name}_{pooling}", table.name, pooling, weighted=pooling in ("mean", "none"), padding_idx=3)
+        for table in tables
+        for pooling in ("sum", "mean", "max", "none")
+    ]
+    return CollectionSpec(tables, features, output_dtype)
+
+
+@pytest.mark.parametrize("output_dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("isa", runnable())
+def test_isa_gives_the_references_bits(isa: str, output_dtype: str) -> None:
+    spec = spec_of(output_dtype)
+    plan = Plan("forward", "cpu", isa, "int64", spec, CpuParams(tile_vectors=2, grain_bytes=16384))
+    kernel = CpuForward(plan, Path(build(plan).binary))
+    torch.manual_seed(7)
+    tables = []
+    for layout in plan.layout.tables:
+        rows = torch.randn(layout.table.num_embeddings, layout.table.embedding_dim)
+        rows.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+        tables.append(allocate(layout, torch.device("cpu")).copy_(rows))
+    size = 6
+    lengths = torch.randint(0, 9, (len(spec.features), size))
+    lengths[:, 1] = 150
+    offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    values = torch.randint(0, 40, (int(offsets[-1]),))
+    weights = torch.randn(values.numel())
+    batch = Batch(values, offsets, weights, size, None)
+    rows_of = lengths.sum(1)
+    elements = sum(int(rows_of[f.index]) * f.dim for f in plan.layout.sequence_features)
+    pooled, sequence = kernel(metadata_of(tables, "error"), tables, batch, elements, "error")
+    wanted = reference.lookup(spec, values, offsets, weights, tables, bounds_check="error")
+    assert sequence is not None
+    for got, want in zip((pooled, sequence), wanted, strict=True):
+        same = (got == want) | (got.isnan() & want.isnan())
+        assert same.all()
+        assert torch.equal(got.signbit() | got.isnan(), want.signbit() | want.isnan())

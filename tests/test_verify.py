@@ -1,0 +1,174 @@
+"""verify itself: it passes what is right, finds what is wrong and says where; its covering sets cover."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from embforge import verify as module
+from embforge.cases import Case, draw_batch, draw_tables
+from embforge.codegen.params import PARAMS, ReferenceParams
+from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.launch import reference
+from embforge.pairwise import covering
+from embforge.verify import first_difference, plans_to_verify, verify
+
+SPEC = CollectionSpec(
+    [TableSpec("wide", 30, 24), TableSpec("narrow", 2000, 3, "fp16"), TableSpec("tiny", 20, 20, "fp8_e4m3")],
+    [
+        *(FeatureSpec(p, "wide", p, hotness=3 if p == "concat" else None, padding_idx=4) for p in POOLINGS),
+        FeatureSpec("heavy", "narrow", "sqrtn", weighted=True),
+        FeatureSpec("added", "narrow", "sum", weighted=True),
+        FeatureSpec("eight", "tiny", "mean"),
+    ],
+    "bf16",
+    name="verified",
+)
+
+
+def test_every_plan_field_on_the_cpu() -> None:
+    """Bit-equal to the reference whatever two fields say, with one thread and two; and near torch."""
+    rows = verify(SPEC, on="cpu", batch_sizes=(1, 7, 48))
+    assert [row for row in rows if not row.passed] == []
+    bits = [row for row in rows if row.check.startswith("reference bits")]
+    peers = {row.check for row in rows if row not in bits}
+    assert all(row.max_abs_error == 0 and row.cases >= 2 for row in bits)
+    assert peers == {
+        "torch.nn.EmbeddingBag sum",
+        "torch.nn.EmbeddingBag weighted sum",
+        "torch.nn.EmbeddingBag mean",
+        "torch.nn.EmbeddingBag max",
+        "torch.nn.functional.embedding",
+    }
+
+
+class Lying(reference.ReferenceForward):
+    """Right but for one number."""
+
+    def __call__(self, metadata: Any, tables: Any, batch: Any, elements: int, bounds_check: str) -> Any:
+        pooled, sequence = super().__call__(metadata, tables, batch, elements, bounds_check)
+        if batch.batch > 3:
+            pooled[3, 24 + 2] += 1  # sample 3, column 2 of the second feature
+        return pooled, sequence
+
+
+def test_a_wrong_number_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "kernel_of", lambda text: Lying(module.Program.from_text(text).plan))
+    rows = verify(SPEC, on="reference", params=[ReferenceParams()], batch_sizes=(1, 7), threads=(1,))
+    failed = [row for row in rows if not row.passed]
+    assert len(failed) > 3
+    assert all(row.max_abs_error > 0 for row in failed)
+    bits = [row for row in failed if row.check.startswith("reference bits: B=7")]
+    assert bits and all("feature 'mean', sample 3, column 2: expected" in row.detail for row in bits)
+    assert any(row.check == "torch.nn.EmbeddingBag mean" and "feature 'mean'" in row.detail for row in failed)
+
+
+def test_progress_is_told() -> None:
+    told: list[str] = []
+    verify(SPEC, on="reference", batch_sizes=(2,), threads=(1,), progress=lambda what, done, total: told.append(what))
+    assert list(dict.fromkeys(told)) == ["drawing tables", "asking the reference", "running kernels"]
+
+
+@pytest.mark.parametrize(
+    ("want", "have", "place"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], None),
+        ([1.0, 2.0], [1.0, 2.0000002], 1),
+        ([0.0, 1.0], [-0.0, 1.0], 0),
+        ([float("nan"), 1.0], [float("nan"), 1.0], None),
+        ([float("nan"), 1.0], [0.0, 1.0], 0),
+        ([float("inf")], [float("-inf")], 0),
+        ([], [], None),
+    ],
+)
+def test_first_difference(want: list[float], have: list[float], place: int | None) -> None:
+    assert first_difference(torch.tensor(want), torch.tensor(have)) == place
+
+
+def test_one_nan_is_as_good_as_another() -> None:
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert first_difference(nans, nans.flip(0)) is None
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_plans_cover_every_pair_of_choices(target: str) -> None:
+    plans = plans_to_verify(SPEC, target, "any", None)
+    kind = PARAMS[target]
+    assert len(set(plans)) == len(plans)
+    assert plans[0].params == kind()
+    seen = {
+        (a.name, getattr(p.params, a.name), b.name, getattr(p.params, b.name))
+        for p in plans
+        for a, b in combinations(fields(kind), 2)
+    }
+    wanted = {
+        (a.name, x, b.name, y)
+        for a, b in combinations(fields(kind), 2)
+        for x in a.metadata["choices"]
+        for y in b.metadata["choices"]
+    }
+    assert wanted <= seen
+    assert {p.id_dtype for p in plans} == {"int32", "int64"}
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"a": [1, 2, 3]},
+        {"a": [1, 2, 3], "b": "xy"},
+        {"a": range(6), "b": range(4), "c": range(3), "d": range(2), "e": range(2)},
+        {name: range(3) for name in "abcdefgh"},
+    ],
+)
+def test_covering(choices: dict[str, Any]) -> None:
+    rows = covering(choices)
+    for a, b in combinations(choices, 2):
+        assert {(row[a], row[b]) for row in rows} == {(x, y) for x in choices[a] for y in choices[b]}
+    assert all(set(row) == set(choices) for row in rows)
+    sizes = sorted(map(len, choices.values()), reverse=True)
+    if len(sizes) > 1:
+        assert sizes[0] * sizes[1] <= len(rows) <= 3 * sizes[0] * sizes[1]
+    assert covering(choices) == rows
+
+
+@pytest.mark.parametrize("lengths", ["usual", "one", "none", "edges", "long"])
+@pytest.mark.parametrize("ids", ["uniform", "zipf", "same"])
+def test_cases_are_what_they_say_and_repeat(lengths: Any, ids: Any) -> None:
+    case = Case(20, lengths, ids, "int32", bad_ids=False)
+    drawn, again = draw_batch(SPEC, case, 9), draw_batch(SPEC, case, 9)
+    assert all(map(torch.equal, drawn, again))
+    values, offsets, weights = drawn
+    assert values.dtype == offsets.dtype == torch.int32 and weights is not None
+    assert offsets.numel() == 20 * len(SPEC.features) + 1 and int(offsets[-1]) == values.numel() == weights.numel()
+    for index, feature in enumerate(SPEC.features):
+        borders = offsets[index * 20 : index * 20 + 21]
+        own = values[int(borders[0]) : int(borders[-1])]
+        if own.numel():
+            assert int(own.min()) >= 0 and int(own.max()) < SPEC.table(feature.table).num_embeddings
+        if feature.pooling == "concat":
+            assert int(borders.diff().max()) <= 3
+    longest = int(offsets.diff().max())
+    assert longest == {"one": 1, "none": 0, "edges": 129, "long": 100_000}.get(lengths, longest)
+    if lengths == "usual":
+        assert int(offsets.diff().min()) == 0 and longest > 8
+
+
+def test_bad_ids_are_bad() -> None:
+    values, offsets, _ = draw_batch(SPEC, Case(200, bad_ids=True), 1)
+    own = values[: int(offsets[200])]
+    share = float(((own < 0) | (own >= 30)).float().mean())
+    assert 0.1 < share < 0.3
+
+
+def test_tables_lie_as_the_layout_says_with_poison_between_rows() -> None:
+    spec = CollectionSpec([TableSpec("t", 5, 15)], [FeatureSpec("f", "t")])
+    (table,) = draw_tables(spec, 0)
+    assert table.shape == (5, 15) and table.stride() == (16, 1)
+    assert table.as_strided((5, 16), (16, 1))[:, 15].isnan().all() and not table.isnan().any()
+    (special,) = draw_tables(CollectionSpec([TableSpec("t", 500, 15)], [FeatureSpec("f", "t")]), 0, special=True)
+    assert special.isnan().any() and special.isinf().any() and (special.signbit() & (special == 0)).any()

@@ -35,7 +35,9 @@ PATIENCE = 180.0
 @click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s a workload instead of {SECONDS:g}, no waiting.")
 @click.option("--seconds", type=float, help="Measuring time a workload.")
 @click.option("--list", "list_only", is_flag=True, help="Print the workloads and stop.")
-@click.option("--write/--no-write", default=None, help="Results, page and plot; by default only after a full run.")
+@click.option(
+    "--write/--no-write", default=None, help="Results, page and plot; by default after a full undisturbed run."
+)
 def main(
     only: tuple[str, ...], contenders: str, quick: bool, seconds: float | None, list_only: bool, write: bool | None
 ) -> None:
@@ -59,7 +61,9 @@ def main(
     print_misses(console, workloads, verdicts, overall)
     full = not only and not quick and set(names) == set(CONTENDERS)
     if write if write is not None else full:
-        _write(workloads, reports, verdicts, overall, console)
+        # A busy machine's times are kept beside the others, but they do not replace a page measured in peace.
+        publish = bool(write) or not any(report.disturbed for report in reports)
+        _write(workloads, reports, verdicts, overall, console, publish=publish)
     if not all(v.passed for group in (*verdicts, overall) for v in group):
         sys.exit(1)
 
@@ -168,6 +172,8 @@ def _write(
     verdicts: list[list[Verdict]],
     overall: list[Verdict],
     console: Console,
+    *,
+    publish: bool,
 ) -> None:
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -180,10 +186,16 @@ def _write(
     }
     RESULTS.mkdir(exist_ok=True)
     dated = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.json"
-    for path in (dated, RESULTS / "latest.json"):
-        path.write_text(_json(record), encoding="utf-8")
+    dated.write_text(_json(record), encoding="utf-8")
+    console.print(f"wrote {dated.relative_to(ROOT)}")
+    if not publish:
+        console.print(
+            "[yellow]others used the machine: latest.json and the page stay as they were[/] (--write replaces)"
+        )
+        return
+    (RESULTS / "latest.json").write_text(_json(record), encoding="utf-8")
     page = write_page(ROOT / "docs", workloads, reports, verdicts, overall)
-    console.print(f"wrote {dated.relative_to(ROOT)}, latest.json beside it, {page.relative_to(ROOT)} and its plot")
+    console.print(f"wrote latest.json beside it, {page.relative_to(ROOT)} and its plot")
 
 
 def _json(record: dict[str, Any]) -> str:

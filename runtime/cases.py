@@ -22,8 +22,9 @@ EDGE_LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129)
 """Around the canonical sum's chunk."""
 LONG = 5000
 """A bag of more than 64 chunks, so that the canonical sum has three levels."""
-VERY_LONG = 100_000
-VERY_LONG_WORK = 32 << 20
+VERY_LONG = 300_000
+"""More than 64 * 64 chunks: four levels."""
+VERY_LONG_WORK = 64 << 20
 """Bytes of float32 rows up to which a feature gets a very long bag."""
 
 
@@ -125,6 +126,8 @@ def _table(placed: TableLayout, special: bool, generator: torch.Generator, devic
         if special:
             _sprinkle(numbers.view(-1), (0.0, -0.0, 1e-40, -1e-42, 2e-5, 3e38, 6e4), 0.1, generator)
             _sprinkle(numbers.view(-1), (torch.inf, -torch.inf, torch.nan), 0.005, generator)
+            numbers[::4] = -numbers[::4].abs()  # rows whose largest number is often a zero, of either sign
+            _sprinkle(numbers[::4], (0.0, -0.0), 0.5, generator)
         rows.copy_(numbers)
     else:
         rows.uniform_(-1, 1, generator=generator)

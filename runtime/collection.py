@@ -27,6 +27,14 @@ DEVICES_OF: dict[str, tuple[str, ...]] = {"cuda": ("cuda",), "cpu": ("cpu",), "r
 
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
+# Named once: every dot in the path to a function is a look-up, and small lookups are counted in microseconds.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_profiler_enabled = torch._C._autograd._profiler_enabled
+_tracing_state = torch._C._get_tracing_state
+
 
 class _Ready:
     """A kernel with the metadata of the tables as they lay when it was last called."""
@@ -160,7 +168,7 @@ class EmbeddingCollection(nn.Module):
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch.values
-        if torch.compiler.is_compiling() or _is_watched(tables, values):
+        if _is_compiling() or _is_watched(tables, values):
             rows, program = list(sequence_rows), self._program(batch)
             result: tuple[Tensor, Tensor] = ops.lookup(
                 values, batch.offsets, batch.weights, tables, rows, program, self.bounds_check
@@ -206,12 +214,12 @@ class EmbeddingCollection(nn.Module):
         return [count * f.dim for count, f in zip(rows, self.layout.sequence_features, strict=True)]
 
     def _tables(self) -> dict[str, StaticTable]:
-        tables: Any = self._modules["tables"]  # not self.tables: attribute look-up in a module is slow
-        found: dict[str, StaticTable] = tables._modules
+        found: dict[str, Any] = self.tables._modules
         return found
 
     def _weights(self) -> list[Any]:
-        return [table._parameters["weight"] for table in self._tables().values()]
+        tables: Any = self._modules["tables"]  # not self.tables: attribute look-up in a module is slow
+        return [table._parameters["weight"] for table in tables._modules.values()]
 
     @property
     def device(self) -> torch.device:
@@ -220,7 +228,7 @@ class EmbeddingCollection(nn.Module):
         return device
 
     def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingCollection:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._ready = {}
         device = self.device
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
@@ -233,22 +241,22 @@ class EmbeddingCollection(nn.Module):
         return {**self.__dict__, "_ready": {}, "_programs": {}}  # made again, maybe on another machine
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._programs = self._program_texts()
 
 
 def _is_watched(tables: list[Any], values: Tensor) -> bool:
     """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass; or
     there is nothing to read (meta)."""
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         for table in tables:  # a loop: any() with a generator takes three times as long
             if table.requires_grad:
                 return True
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
+        _dispatch_modes() > 0
+        or _functorch_level() is not None
+        or _profiler_enabled()
+        or _tracing_state() is not None
         or type(values) is not Tensor
         or values.is_meta
     )

@@ -99,6 +99,12 @@ def test_gen_adds_to_what_is_there(tiny: str, tmp_path: Path) -> None:
     assert all(kernel["binary"] is None and kernel["registers"] is None for kernel in kernels)
 
 
+def test_gen_with_one_bad_arch_writes_nothing(tiny: str, tmp_path: Path) -> None:
+    words = ("gen", tiny, "--target", "cpu", "--arch", "avx2", "--arch", "sse9", "--sources-only")
+    run(*words, "--out", tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_gen_takes_plan_fields(tiny: str, tmp_path: Path) -> None:
     words = ("gen", tiny, "--target", "cuda", "--arch", "sm_90", "--sources-only", "--out", tmp_path / "out")
     (kernel,) = run_json(*words, "--param", "pipeline=8,2", "--param", "block=128")["kernels"]
@@ -178,7 +184,35 @@ def test_bench_times_us_beside_torch(tiny: str) -> None:
     words = ("bench", tiny, "--against", "torch", "--workload", "zipf:1.05,len=fixed:3,batch=8", "--seconds", "0.2")
     answer = run_json(*words)
     assert {timing["name"] for timing in answer["timings"]} >= {"embforge", "torch"}
-    assert "torch" in run(*words).stdout
+    assert answer["disagreeing"] == []
+
+
+@pytest.mark.parametrize(("others", "shown"), [(0.0, True), (1.5, False)])
+def test_a_disturbed_run_shows_no_ratio(tiny: str, monkeypatch: pytest.MonkeyPatch, others: float, shown: bool) -> None:
+    from embforge.tuner import bench as tuner_bench
+    from embforge.tuner.measure import Ratio
+
+    report = tuner_bench.BenchReport(
+        spec="tiny",
+        workload="uniform",
+        on="cpu",
+        batches=4,
+        ids=8,
+        row_bytes=128,
+        table_bytes=800,
+        timings=tuple(tuner_bench.Timing(name, "", 2.0, 1.0, 3.0, 1, (2.0,)) for name in ("embforge", "torch")),
+        ratios={"torch": Ratio(26.61, 26.0, 27.0)},
+        limit_share=None,
+        differences={"torch": 0.0},
+        disagreeing=(),
+        skipped={},
+        others=others,
+        machine={},
+    )
+    monkeypatch.setattr(tuner_bench, "bench_spec", lambda *args, **kwargs: report)
+    text = run("bench", tiny).stdout
+    assert ("26.61" in text) == shown
+    assert ("do not compare" in text) == (not shown)
 
 
 def test_env_names_versions_and_places() -> None:

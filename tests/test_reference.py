@@ -49,10 +49,10 @@ def test_every_kind_and_dtype(pooling: str, weighted: bool, output: str, table: 
 
 
 @pytest.mark.parametrize(("pooling", "weighted"), KINDS)
-def test_bag_of_100000_ids(pooling: str, weighted: bool) -> None:
+def test_very_long_bag(pooling: str, weighted: bool) -> None:
     spec = one_feature(pooling, weighted, padding_idx=2)
     drawn = draw_batch(spec, Case(2, "long", bad_ids=True), 5)
-    assert pooling in ("none", "concat") or int(drawn.offsets.diff().max()) == 100_000
+    assert pooling in ("none", "concat") or int(drawn.offsets.diff().max()) == 300_000
     check(spec, drawn, draw_tables(spec, 5))
 
 

@@ -25,7 +25,6 @@ SPEC = CollectionSpec(
         FeatureSpec("added", "narrow", "sum", weighted=True),
         FeatureSpec("eight", "tiny", "mean"),
     ],
-    "bf16",
     name="verified",
 )
 
@@ -153,7 +152,7 @@ def test_cases_are_what_they_say_and_repeat(lengths: Any, ids: Any) -> None:
         if feature.pooling == "concat":
             assert int(borders.diff().max()) <= 3
     longest = int(offsets.diff().max())
-    assert longest == {"one": 1, "none": 0, "edges": 129, "long": 100_000}.get(lengths, longest)
+    assert longest == {"one": 1, "none": 0, "edges": 129, "long": 300_000}.get(lengths, longest)
     if lengths == "usual":
         assert int(offsets.diff().min()) == 0 and longest > 8
 

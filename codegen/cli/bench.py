@@ -52,7 +52,8 @@ def bench(
 ) -> None:
     """Time SPEC's lookup, interleaved with its peers and with the machine's gather limit; compare the outputs.
 
-    Exits with 1 if the outputs of two libraries differ by more than rounding.
+    Exits with 1 if the outputs of two libraries differ by more than rounding. Ratios are shown only if nobody else
+    used the machine meanwhile; --json has "disturbed".
     """
     from embforge.tuner.bench import bench_spec
 
@@ -71,7 +72,7 @@ def bench(
 
 
 def timing_table(report: Any) -> Table:
-    """A line a contender: median, spread, and its time over ours."""
+    """A line a contender: median, spread, and its time over ours (not if others used the machine meanwhile)."""
     from rich.table import Table
 
     title = f"{report.spec} on {report.on}: {report.workload}, {report.ids:,} ids a batch"
@@ -84,13 +85,19 @@ def timing_table(report: Any) -> Table:
             f"{timing.name} (the machine's gather limit)" if timing.name == "limit" else timing.name,
             f"{timing.median:,.0f} µs",
             f"{timing.low:,.0f} .. {timing.high:,.0f} µs",
-            f"{ratio.median:.2f}" if ratio else "",
+            f"{ratio.median:.2f}" if ratio and not report.disturbed else "",
         )
     return table
 
 
 def notes_of(report: Any) -> list[str]:
-    """What the table does not say: who was left out, and whose outputs differ."""
-    notes = [f"{name} did not take part: {why}" for name, why in report.skipped.items()]
+    """What the table does not say: whether it counts, who was left out, and whose outputs differ."""
+    notes = []
+    if report.disturbed:
+        notes.append(
+            f"other processes used {report.others:.1f} CPUs meanwhile. That slows parallel loops out of proportion and "
+            "not all contenders alike, so these times do not compare: run it again on a quiet machine"
+        )
+    notes += [f"{name} did not take part: {why}" for name, why in report.skipped.items()]
     notes += [f"{name}: outputs differ from ours by {report.differences[name]:.2g}" for name in report.disagreeing]
     return notes

@@ -25,6 +25,8 @@ from embforge.codegen.cli.common import (
 EXAMPLE = "dlrm"
 WORKLOAD = "zipf:1.05,batch=512"
 SECONDS = 8.0
+PATIENCE = 20.0
+"""Seconds to wait for others to leave the machine alone before timing."""
 NEXT = """What to do next
   look at the kernels      {out}/*.cpp, {out}/*.cu
   with your own tables     write a spec like examples/specs/dlrm.toml (`embforge schema` has its JSON schema), then
@@ -53,6 +55,7 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
     from embforge.codegen.cli.verify import check_table
     from embforge.codegen.errors import ToolchainError
     from embforge.tuner.bench import bench_spec
+    from embforge.tuner.quiet import wait_until_quiet
     from embforge.verify import verify
 
     screen = console()
@@ -93,7 +96,8 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
             say(f"   {row.check}: {row.detail}")
 
     say("", "[bold]5. Timed[/], interleaved with what people use today (a short run: `make bench` is the long one)")
-    with waiting(f"timing for about {SECONDS:g} s"):
+    with waiting(f"waiting for a quiet machine, then timing for about {SECONDS:g} s"):
+        wait_until_quiet(PATIENCE)
         report = bench_spec(spec, on="cpu", workload=WORKLOAD, seconds=SECONDS)
     say(timing_table(report), *notes_of(report))
 

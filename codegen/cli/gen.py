@@ -90,6 +90,7 @@ def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> lis
     from embforge.codegen.manifest import kernel_record, write_manifest
     from embforge.codegen.targets import target_named
 
+    sources = [source_of(plan) for plan in plans]  # all of them before anything is written: a bad plan leaves no files
     built: Sequence[Built | None] = [None] * len(plans)
     if not sources_only:
         with stage_bar() as tell:
@@ -98,8 +99,8 @@ def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> lis
             built = build_many(plans, resources=True, progress=lambda _: tell("compiling", next(done), len(plans)))
     out.mkdir(parents=True, exist_ok=True)
     records = []
-    for plan, made in zip(plans, built, strict=True):
-        target, source = target_named(plan.target), source_of(plan)
+    for plan, source, made in zip(plans, sources, built, strict=True):
+        target = target_named(plan.target)
         source_name = f"{plan.uri}{target.source_suffix}"
         binary_name = f"{plan.uri}{target.binary_suffix}" if made else None
         binary = made.binary.read_bytes() if made else None

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.dtypes import DTYPES
-from embforge.codegen.errors import PlanError
+from embforge.codegen.layout import FeatureLayout
 from embforge.codegen.plan import Plan
+from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of, prototype
 from embforge.codegen.targets import Target
 from embforge.codegen.targets.arch import arch_named
 from embforge.codegen.targets.cuda_geometry import (
-    CHUNK,
     RUNS_WANTED,
     BucketGeometry,
     copy_sizes,
@@ -68,13 +68,12 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "status_words": len(STATUS_WORDS),
         "arguments": arguments_of("cuda"),
         "prototype": prototype("cuda"),
-        "features": [_feature_facts(plan, f) for g in geometry for f in g.bucket.features],
-        "sequence": [{"index": f.index, "dim": f.dim} for f in plan.layout.sequence_features],
+        "features": [_feature_facts(f) for g in geometry for f in g.bucket.features],
+        "sequence": _sequence_facts(geometry),
         "buckets": [_bucket_facts(g) for g in geometry],
-        "stage": stage_sizes(plan, geometry),
+        "stage": stage_sizes(geometry),
         "copy": copy_sizes(geometry),
         "has_pooled": bool(pooled),
-        "has_long": bool(pooled),
         "has_copied": bool(copied),
         "has_sequence": any(g.bucket.pooling == "none" for g in copied),
         "has_concat": any(g.bucket.pooling == "concat" for g in copied),
@@ -85,12 +84,13 @@ def facts_of(plan: Plan) -> dict[str, Any]:
             for symbol, members in zip(main_symbols(plan), register_classes(plan), strict=True)
         ],
         "long": {
-            **long_sizes(geometry),
+            **long_sizes(plan, geometry),
             "symbol": units_symbol,
             "merge_symbol": merge_symbol,
             "min_blocks": min_blocks(plan, wide=True),
             "levels": MERGE_LEVELS,
-            "buckets": [_bucket_facts(g) for g in pooled],
+            "weighted": any(g.bucket.weighted for g in pooled),
+            "kinds": _long_kinds(geometry),
         },
     }
 
@@ -107,31 +107,70 @@ def _kernel_facts(plan: Plan, symbol: str, members: tuple[BucketGeometry, ...]) 
         "min_blocks": min_blocks(plan, wide),
         "pooled": any(g.pooled for g in members),
         "copied": any(not g.pooled for g in members),
+        "elements": max((g.elements for g in members if g.pooled), default=0),
+        "steps": _steps(members),
         "buckets": [_dispatch_facts(g) for g in members],
     }
 
 
+def _steps(members: tuple[BucketGeometry, ...]) -> list[dict[str, str]]:
+    """The shared preparation of each kind of bucket in a kernel; the last needs no condition."""
+    kinds = {"none": "open_sequence", "concat": "open_slots"}
+    found = {g.bucket.pooling for g in members}
+    steps = [
+        {
+            "condition": f"SHAPES[work.bucket].pooling == {kind.upper()}",
+            "call": f"{function}(a, stage.copied, work, bad_id)",
+        }
+        for kind, function in kinds.items()
+        if kind in found
+    ]
+    if any(g.pooled for g in members):
+        steps.append({"condition": "", "call": "open_run(a, stage.pooled, work)"})
+    steps[-1]["condition"] = ""
+    return steps
+
+
 def _dispatch_facts(g: BucketGeometry) -> dict[str, Any]:
-    features, tiles = len(g.bucket.features), g.tiles
+    index, tiles = g.bucket.index, g.tiles
     if g.pooled:
-        call, stage = "pool_run", "pooled"
-        blocks = f"{features * tiles} * runs_of<{g.name}>(batch)"
-    elif g.bucket.pooling == "none":
-        call, stage, blocks = "copy_sequence", "copied", f"{tiles} * ceil_div<int64_t>(num_values, {g.bags})"
+        least, most = g.min_run.bit_length() - 1, g.run.bit_length() - 1
+        owns = f"owns_runs({index}, {len(g.bucket.features) * tiles}, {least}, {most})"
+        call = f"pool_run<{g.name}>(a, stage.pooled, totals, bad_id)"
     else:
-        hotness = [f.feature.hotness or 1 for f in g.bucket.features]
-        terms = " + ".join(f"slot_runs<{g.name}>(batch, {h})" for h in hotness)
-        call, stage, blocks = "copy_slots", "copied", f"{tiles} * ({terms})"
-    return {"name": g.name, "call": call, "stage": stage, "blocks": blocks}
+        amounts = ["num_values"] if g.bucket.pooling == "none" else [f"{f.feature.hotness} * batch" for f in g.bucket.features]
+        blocks = " + ".join(f"ceil_div<int64_t>({amount}, {g.run})" for amount in amounts)
+        owns = f"owns({index}, {tiles} * ({blocks}))"
+        out = "sequence" if g.bucket.pooling == "none" else "pooled"
+        call = f"copy_rows<{g.name}>(stage.copied, {out})"
+    return {"index": index, "owns": owns, "call": call}
+
+
+def _long_kinds(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, Any]]:
+    """Pooled buckets that differ only in their shape share the code for long bags."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for g in geometry:
+        if not g.pooled:
+            continue
+        weighted = "_weighted" if g.bucket.weighted else ""
+        name = f"long_{g.bucket.dtype}_{g.bucket.pooling}{weighted}_{g.vector}"
+        facts = _bucket_facts(g)
+        kind = kinds.setdefault(name, facts | {"name": name, "buckets": []})
+        kind["buckets"].append(g.bucket.index)
+        kind["rows"] = max(kind["rows"], g.rows)
+        kind["divides"] = _c("true" in (kind["divides"], facts["divides"]))
+    return list(kinds.values())
 
 
 def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:
     bucket = g.bucket
     names = ", ".join(f.feature.name for f in bucket.features)
+    comment = f"{bucket.dim} x {bucket.dtype}: {names}"
     return {
         "name": g.name,
-        "comment": f"{bucket.dim} x {bucket.dtype}, {bucket.pooling}: {names}"[:116],
+        "comment": comment if len(comment) <= 116 else comment[:113] + "...",
         "element": DTYPES[bucket.dtype].c_type,
+        "pooling": bucket.pooling.upper(),
         "dim": bucket.dim,
         "stride": bucket.stride_bytes,
         "vector": g.vector,
@@ -143,26 +182,33 @@ def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:
         "groups": g.groups,
         "rows": g.rows,
         "pooled": g.pooled,
-        "bags": g.bags,
-        "min_bags": g.min_bags,
+        "run": g.run,
         "window": g.window,
         "pitch": g.pitch,
-        "chunks": g.chunks,
-        "chunk_pitch": g.chunk_pitch,
         "max": _c(bucket.pooling == "max"),
         "divides": _c(any(f.feature.pooling in ("mean", "sqrtn") for f in bucket.features)),
         "weighted": _c(bucket.weighted),
+        "whole": _c(bucket.dim % g.elements == 0),
         "first": g.first,
-        "count": len(bucket.features),
     }
 
 
-def _feature_facts(plan: Plan, placed: Any) -> dict[str, Any]:
+def _sequence_facts(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, int]]:
+    """'none' features in spec order: which of FEATURES, its dim and bucket."""
+    found = [
+        (f.index, {"slot": g.first + i, "dim": f.dim, "bucket": g.bucket.index})
+        for g in geometry
+        if g.bucket.pooling == "none"
+        for i, f in enumerate(g.bucket.features)
+    ]
+    return [facts for _, facts in sorted(found, key=lambda item: item[0])]
+
+
+def _feature_facts(placed: FeatureLayout) -> dict[str, Any]:
     feature = placed.feature
     return {
         "index": placed.index,
         "table": placed.table_index,
-        "dim": placed.dim,
         "pooling": feature.pooling.upper(),
         "weighted": _c(feature.weighted),
         "hotness": feature.hotness if feature.pooling == "concat" else 0,

@@ -14,18 +14,21 @@ from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.semantics import CHUNK
 from embforge.codegen.targets.arch import MAX_STATIC_SHARED, Arch, arch_named
 
-CHUNK = 64
-"""Ids of the canonical sum's chunk."""
 RUNS_WANTED = 16
 """Blocks a feature is cut into at least, batch permitting."""
-WIDE_ELEMENTS = 16
+WIDE_ELEMENTS = 8
 """Accumulators a lane from which a bucket gets its own kernel, so that it does not cost the others registers."""
 WIDE_BLOCKS = 2
 """Blocks of 256 threads that a multiprocessor must hold of the wide kernel and of the one for long bags."""
 BASE_THREADS = 256
-MOST_ROWS = 16
+MOST_ROWS = 8
+MOST_COPIED = 256
+"""Output rows of a block that copies."""
+MOST_TOTALS = 32 * 1024
+"""Bytes of shared memory for what a block's lanes have summed before the running chunk."""
 GOOD_USE = 0.8
 """Share of a block's threads with a vector to load, from which a cut into tiles is good enough."""
 
@@ -44,11 +47,10 @@ class BucketGeometry:
     groups: int
     rows: int
     store: int
-    bags: int
-    """Most bags (pooled) or positions (none, concat) a block owns."""
-    min_bags: int
+    run: int
+    """Bags (pooled, at most, a power of two) or positions (none, concat) a block owns."""
+    min_run: int
     window: int
-    chunks: int
 
     @property
     def elements(self) -> int:
@@ -65,10 +67,6 @@ class BucketGeometry:
     @property
     def pitch(self) -> int:
         return self.window | 1
-
-    @property
-    def chunk_pitch(self) -> int:
-        return CHUNK + 1
 
     @property
     def name(self) -> str:
@@ -95,8 +93,8 @@ def geometry_of(plan: Plan) -> tuple[BucketGeometry, ...]:
 
 
 def run_of(g: BucketGeometry, batch: int) -> int:
-    """Bags a block owns at this batch size: the device's `run_of`, on the host."""
-    return min(max(-(-batch // RUNS_WANTED), g.min_bags), g.bags)
+    """Bags a block owns at this batch size: what the kernel finds by `fair_run`, on the host."""
+    return min(max(power_of_two_below(batch // RUNS_WANTED | 1), g.min_run), g.run)
 
 
 def row_type(plan: Plan) -> str:
@@ -111,15 +109,14 @@ def min_blocks(plan: Plan, wide: bool) -> int:
     return max(1, min(threads, arch_named(plan.arch).threads) // params.block)
 
 
-def stage_sizes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
+def stage_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
     """Array lengths of the shared memory of pooled features."""
     pooled = [g for g in geometry if g.pooled]
     return {
-        "borders": max((g.bags for g in pooled), default=0) + 1,
+        "borders": max((g.run for g in pooled), default=0) + 1,
         "groups": max((g.groups for g in pooled), default=1),
         "slots": max((g.groups * g.pitch for g in pooled), default=1),
         "weights": max((g.groups * g.pitch for g in pooled if g.bucket.weighted), default=1),
-        "unroll": max(1, cuda_params(plan).id_tile // cuda_params(plan).block),
     }
 
 
@@ -127,35 +124,37 @@ def copy_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
     """Array lengths of the shared memory of features without pooling."""
     copied = [g for g in geometry if not g.pooled]
     return {
-        "slots": max((g.bags for g in copied), default=1),
-        "weights": max((g.bags for g in copied if g.bucket.weighted), default=1),
+        "slots": max((g.run for g in copied), default=1),
+        "weights": max((g.run for g in copied if g.bucket.weighted), default=1),
     }
 
 
-def long_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
+def long_sizes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
     """Array lengths of the shared memory of long bags."""
     pooled = [g for g in geometry if g.pooled]
     return {
-        "slots": max((g.chunks * g.chunk_pitch for g in pooled), default=1),
-        "weights": max((g.chunks * g.chunk_pitch for g in pooled if g.bucket.weighted), default=1),
-        "groups": max((g.chunks for g in pooled), default=1),
-        "slice": min(4, max((g.elements for g in pooled), default=1)),
+        "chunks": min(max((g.groups for g in pooled), default=1), cuda_params(plan).id_tile // CHUNK),
+        "elements": max((g.elements for g in pooled), default=1),
     }
 
 
 def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params: CudaParams) -> BucketGeometry:
-    vector = largest_power_of_two(bucket.row_alignment, min(params.vector_bytes, arch.widest_load))
+    most_elements = MOST_TOTALS // (4 * params.block)
+    widest = min(params.vector_bytes, arch.widest_load, most_elements * DTYPES[bucket.dtype].bytes)
+    vector = largest_power_of_two(bucket.row_alignment, widest)
     vectors = -(-bucket.row_bytes // vector)
     tiles = _tiles(vectors, params.block)
     lanes = -(-vectors // tiles)
     groups = params.block // lanes
     elements = vector // DTYPES[bucket.dtype].bytes
-    # Narrow vectors need more rows for the same bytes in flight; so do wide accumulators, which cost occupancy.
-    rows = params.pipeline[0] * max(1, 16 // vector) * (2 if elements >= WIDE_ELEMENTS and vector <= 16 else 1)
-    rows = _power_of_two_below(min(rows, MOST_ROWS, params.id_tile // groups))
+    # The same bytes in flight whatever the vector; twice as many where accumulators cost occupancy.
+    lane_bytes = 16 * params.pipeline[0] * (2 if elements >= WIDE_ELEMENTS else 1)
+    rows = power_of_two_below(max(1, min(lane_bytes // vector, MOST_ROWS, params.id_tile // groups)))
     pooled = bucket.pooling in ("sum", "max")
-    most = params.bags_per_block if pooled else params.id_tile
-    bags = min(most, groups * (params.interleave if pooled else max(rows, params.interleave)))
+    if pooled:
+        run = power_of_two_below(min(params.bags_per_block, groups * params.interleave))
+    else:
+        run = min(MOST_COPIED, groups * max(rows, params.interleave))
     return BucketGeometry(
         bucket=bucket,
         first=first,
@@ -166,10 +165,9 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params:
         groups=groups,
         rows=rows,
         store=_store_bytes(plan, bucket, elements),
-        bags=bags,
-        min_bags=min(bags, 2 * groups),
+        run=run,
+        min_run=min(run, power_of_two_below(2 * groups)),
         window=params.id_tile // groups // rows * rows,
-        chunks=min(groups, params.id_tile // CHUNK),
     )
 
 
@@ -185,7 +183,8 @@ def _tiles(vectors: int, block: int) -> int:
     return next((t for t in candidates if use(t) >= GOOD_USE), max(candidates, key=use))
 
 
-def _power_of_two_below(value: int) -> int:
+def power_of_two_below(value: int) -> int:
+    """The largest power of two that is not above `value`."""
     return 1 << (value.bit_length() - 1)
 
 
@@ -201,21 +200,19 @@ def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
 
 
 def _check_shared(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> None:
-    stage, copy, long = stage_sizes(plan, geometry), copy_sizes(geometry), long_sizes(geometry)
+    stage, copy, long = stage_sizes(geometry), copy_sizes(geometry), long_sizes(plan, geometry)
     id_bytes, row_bytes = DTYPES[plan.id_dtype].bytes, DTYPES[row_type(plan).removesuffix("_t")].bytes
-    threads = cuda_params(plan).block
-    need = {
-        "bags_per_block": (stage["borders"] + stage["groups"]) * id_bytes
-        + stage["groups"] * 4
-        + stage["slots"] * row_bytes
-        + stage["weights"] * 4,
-        "id_tile": copy["slots"] * (row_bytes + 8) + copy["weights"] * 4,
-        "block": long["slots"] * row_bytes + long["weights"] * 4 + (long["slice"] * threads + 2 * long["groups"]) * 4,
-    }
-    for field, bytes_needed in need.items():
-        if bytes_needed > MAX_STATIC_SHARED:
-            value = getattr(plan.params, field)
-            raise PlanError(
-                f"plan field {field}={value} needs {bytes_needed} bytes of shared memory a block; allowed: "
-                f"{MAX_STATIC_SHARED}; choose a smaller {field} or id_tile"
-            )
+    weighted = any(g.pooled and g.bucket.weighted for g in geometry)
+    pooled = (stage["borders"] + stage["groups"]) * id_bytes + (2 * stage["groups"] + 1 + stage["weights"]) * 4
+    pooled += stage["slots"] * row_bytes
+    copied = copy["slots"] * 16 + copy["weights"] * 4 + 24 * len(plan.layout.sequence_features)
+    long_bags = long["chunks"] * (CHUNK + 1) * (row_bytes + 4 * weighted)
+    long_bags += (long["elements"] * cuda_params(plan).block + 2 * long["chunks"]) * 4
+    pooled += 4 * cuda_params(plan).block * max((g.elements for g in geometry if g.pooled), default=0)
+    need = max(pooled, copied, long_bags)
+    if need > MAX_STATIC_SHARED:
+        params = cuda_params(plan)
+        raise PlanError(
+            f"plan fields id_tile={params.id_tile}, bags_per_block={params.bags_per_block} and block={params.block} need "
+            f"{need} bytes of shared memory a block; allowed: {MAX_STATIC_SHARED}; choose a smaller id_tile"
+        )

@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embforge.codegen.plan import Plan
+from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS
-from embforge.codegen.targets.cuda_geometry import CHUNK, BucketGeometry, cuda_params, geometry_of, run_of
+from embforge.codegen.targets.cuda_geometry import BucketGeometry, cuda_params, geometry_of, run_of
 
 UNIT = CHUNK * CHUNK
 """Ids of a long bag that one block adds up."""
-QUEUE_COUNTERS = 2
-"""`queue` begins with: (long bags << UNIT_BITS) + units; units that have a place in scratch."""
+QUEUE_COUNTERS = 1
+"""`queue` begins with (long bags << UNIT_BITS) + units."""
 QUEUE_RECORD = 6
-"""Then a record a long bag: first unit, begin in values, length, slot in FEATURES, sample, first unit in scratch."""
+"""Then a record a long bag, the kernel's `LongBag`."""
 UNIT_BITS = 36
 LONG_BLOCKS = 1024
 """Most blocks of the kernels for long bags; they stride over the queue."""
@@ -75,8 +76,8 @@ def blocks_of(g: BucketGeometry, batch: int, num_values: int) -> int:
     if g.pooled:
         return len(g.bucket.features) * g.tiles * -(-batch // run_of(g, batch))
     if g.bucket.pooling == "none":
-        return g.tiles * -(-num_values // g.bags)
-    return g.tiles * sum(-(-batch * (f.feature.hotness or 1) // g.bags) for f in g.bucket.features)
+        return g.tiles * -(-num_values // g.run)
+    return g.tiles * sum(-(-batch * (f.feature.hotness or 1) // g.run) for f in g.bucket.features)
 
 
 def launch_of(plan: Plan, batch: int, num_values: int) -> ForwardLaunch:
@@ -90,11 +91,9 @@ def launch_of(plan: Plan, batch: int, num_values: int) -> ForwardLaunch:
     if batch and num_values > params.long_bag and any(g.pooled for g in geometry_of(plan)):
         long_bags = num_values // (params.long_bag + 1)
         units = num_values // UNIT + long_bags
-        merged_units = num_values // UNIT + num_values // (UNIT + 1)
         queue_words = QUEUE_COUNTERS + QUEUE_RECORD * long_bags
-        scratch_floats = merged_units * scratch_width(plan)
+        scratch_floats = units * scratch_width(plan)
         units_symbol, merge_symbol = long_symbols(plan)
         kernels.append(KernelLaunch(units_symbol, min(units, LONG_BLOCKS), params.block))
-        if num_values > UNIT:
-            kernels.append(KernelLaunch(merge_symbol, min(num_values // (UNIT + 1), LONG_BLOCKS), params.block))
+        kernels.append(KernelLaunch(merge_symbol, min(long_bags, LONG_BLOCKS), params.block))
     return ForwardLaunch(tuple(k for k in kernels if k.grid), queue_words, scratch_floats)

@@ -17,8 +17,9 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.signature import arguments_of
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.metadata import Metadata
+from embforge.memory import WORTH_ASKING_BYTES, ask_for_huge_pages
 
-_CPU = torch.device("cpu")
+_BIG = WORTH_ASKING_BYTES // 4  # elements: a cheap look before a costly question
 
 # What the kernel returns.
 OK, BAD_OFFSETS, BAD_ID, NO_MEMORY = 0, 1, 2, 3
@@ -31,7 +32,8 @@ class CpuForward:
         self.plan = plan
         self._has_sequence = bool(plan.layout.sequence_features)
         self._width = plan.layout.output_width
-        self._dtype = getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+        # Results are made like this one: quicker than naming dtype and device in every call.
+        self._like = torch.empty(0, dtype=getattr(torch, DTYPES[plan.spec.output_dtype].torch_name), device="cpu")
         self._call: Any = getattr(ctypes.CDLL(str(library)), plan.uri)
         self._call.restype = ctypes.c_int64
         self._call.argtypes = [
@@ -47,8 +49,11 @@ class CpuForward:
         Raises what `raise_bad_input` raises; for a bad id only if `bounds_check` is "error".
         """
         values, offsets, weights, size, _ = batch
-        pooled = torch.empty(size, self._width, dtype=self._dtype, device=_CPU)
-        sequence = torch.empty(sequence_elements, dtype=self._dtype, device=_CPU) if self._has_sequence else None
+        pooled = self._like.new_empty(size, self._width)
+        sequence = self._like.new_empty(sequence_elements) if self._has_sequence else None
+        if size * self._width >= _BIG or sequence_elements >= _BIG:
+            ask_for_huge_pages(pooled)
+            ask_for_huge_pages(pooled if sequence is None else sequence)
         status = self._call(
             metadata.pointer,
             values.data_ptr(),

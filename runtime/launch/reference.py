@@ -73,9 +73,7 @@ def lookup(
             placed=placed,
             table=tables[placed.table_index],
             ids=values[begin:end].long(),
-            weights=weights[begin:end].to(accumulate_dtype)
-            if weights is not None and placed.feature.weighted
-            else None,
+            weights=None if used is None else used[begin:end].to(accumulate_dtype),
             starts=borders[:-1] - begin,
             lengths=borders.diff(),
             dtype=accumulate_dtype,

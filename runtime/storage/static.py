@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +12,7 @@ from torch import Tensor, nn
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import TableLayout
-
-MADV_HUGEPAGE = 14
-HUGE_PAGE_BYTES = 2 << 20
+from embforge.memory import ask_for_huge_pages
 
 
 class StaticTable(nn.Module):
@@ -100,7 +95,7 @@ def allocate(layout: TableLayout, device: torch.device) -> Tensor:
     dtype = getattr(torch, DTYPES[table.dtype].torch_name)
     block = torch.empty((table.num_embeddings, layout.stride_elements), dtype=dtype, device=device)
     if block.is_cpu:
-        _ask_for_huge_pages(block)
+        ask_for_huge_pages(block)
     rows = block[:, : table.embedding_dim]
     if layout.stride_elements > table.embedding_dim and not block.is_meta:
         block[:, table.embedding_dim :].view(torch.uint8).zero_()
@@ -116,20 +111,3 @@ def _copy_to(source: Tensor, layout: TableLayout, device: torch.device) -> Tenso
 
 def _parameter(rows: Tensor, like: nn.Parameter | None = None) -> nn.Parameter:
     return nn.Parameter(rows, requires_grad=like.requires_grad if like is not None else False)
-
-
-def _ask_for_huge_pages(block: Tensor) -> None:
-    """Random rows of a big table miss the TLB at nearly every row; pages of 2 MB end that. Advice, so no check."""
-    size = block.numel() * block.element_size()
-    if sys.platform != "linux" or size < 2 * HUGE_PAGE_BYTES:
-        return
-    begin = -(-block.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    end = (block.data_ptr() + size) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    _madvise()(begin, end - begin, MADV_HUGEPAGE)
-
-
-@cache
-def _madvise() -> Any:
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise

@@ -103,7 +103,7 @@ def test_every_pooling_and_dtype(backend: str, case: Case, special: bool) -> Non
 
 @every_backend
 @pytest.mark.parametrize("id_dtype", ["int32", "int64"])
-def test_bags_of_100000_ids_beside_short_ones(backend: str, id_dtype: str) -> None:
+def test_very_long_bags_beside_short_ones(backend: str, id_dtype: str) -> None:
     spec = CollectionSpec(
         [TableSpec("a", 300, 8), TableSpec("b", 300, 33, "fp16")],
         [
@@ -113,7 +113,6 @@ def test_bags_of_100000_ids_beside_short_ones(backend: str, id_dtype: str) -> No
             FeatureSpec("max", "b", "max"),
             FeatureSpec("none", "a", "none"),
         ],
-        "bf16",
     )
     check(spec, backend, Case(3, "long", id_dtype=id_dtype, bad_ids=True), 2, special=False)  # type: ignore[arg-type]
 
@@ -132,6 +131,22 @@ def test_lengths_around_every_level_of_the_canonical_sum(backend: str, length: i
         with torch_threads(threads):
             got = run(kernel(spec, backend, "int64"), Probe(Case(1), False, drawn, tables, expected))
         assert first_difference(expected[0], got[0]) is None
+
+
+@every_backend
+@pytest.mark.parametrize("first", [0.0, -0.0])
+@pytest.mark.parametrize("length", [2, 64, 65, 5000])
+def test_max_keeps_the_first_of_equals(backend: str, first: float, length: int) -> None:
+    spec = CollectionSpec([TableSpec("t", 2, 19)], [FeatureSpec("f", "t", "max")])
+    (table,) = tables = draw_tables(spec, 0)
+    table[0], table[1] = first, -first
+    ids = torch.ones(length, dtype=torch.int64)
+    ids[0] = 0
+    drawn = draw_batch(spec, Case(1, "one"), 0)._replace(values=ids, offsets=torch.tensor([0, length]), weights=None)
+    for threads in THREADS:
+        with torch_threads(threads):
+            pooled, _ = run(kernel(spec, backend, "int64"), Probe(Case(1), False, drawn, tables, (ids, ids)))
+        assert torch.equal(pooled.signbit(), table[:1].signbit()) and not pooled.any()
 
 
 @pytest.mark.soak

@@ -15,9 +15,9 @@ from embforge.codegen.machine import host_isa
 from embforge.codegen.params import PARAMS, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.inputs import Batch, normalise
+from embforge.inputs import CPU, Batch, normalise
 from embforge.launch.kernels import Kernel, Program, kernel_of
-from embforge.launch.metadata import Metadata, addresses_of, metadata_of
+from embforge.launch.metadata import Metadata, metadata_of
 from embforge.storage.static import StaticTable
 
 BoundsCheck = Literal["error", "zero", "unchecked"]
@@ -28,6 +28,7 @@ DEVICES_OF: dict[str, tuple[str, ...]] = {"cuda": ("cuda",), "cpu": ("cpu",), "r
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
 # Named once: every dot in the path to a function is a look-up, and small lookups are counted in microseconds.
+_address = Tensor.data_ptr
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -39,11 +40,13 @@ _tracing_state = torch._C._get_tracing_state
 class _Ready:
     """A kernel with the metadata of the tables as they lay when it was last called."""
 
-    __slots__ = ("kernel", "metadata")
+    __slots__ = ("addresses", "call", "kernel", "metadata")
 
     def __init__(self, kernel: Kernel, metadata: Metadata) -> None:
         self.kernel = kernel
+        self.call = kernel.__call__  # bound once: calling an object looks for it every time
         self.metadata = metadata
+        self.addresses = metadata.addresses
 
 
 class _Tables(nn.Module):
@@ -123,7 +126,8 @@ class EmbeddingCollection(nn.Module):
                 f"feature {names} has pooling 'none' and no column in a [B, D] result; call forward_dict()"
             )
         tables = self._weights()
-        return self._lookup(tables, normalise(self.spec, tables[0].device, values, offsets, weights, lengths), ())[0]
+        device = CPU if tables[0].is_cpu else tables[0].device
+        return self._lookup(tables, normalise(self.spec, device, values, offsets, weights, lengths), ())[0]
 
     def forward_dict(
         self,
@@ -167,22 +171,27 @@ class EmbeddingCollection(nn.Module):
         return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}"
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        values = batch.values
+        values = batch[0]
         if _is_compiling() or _is_watched(tables, values):
-            rows, program = list(sequence_rows), self._program(batch)
-            result: tuple[Tensor, Tensor] = ops.lookup(
-                values, batch.offsets, batch.weights, tables, rows, program, self.bounds_check
-            )
-            return result
+            return self._call_operator(tables, batch, sequence_rows)
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
-        if ready is None:
+        if ready is None or ready.addresses != tuple(map(_address, tables)):
+            if values.is_meta:  # nothing to read
+                return self._call_operator(tables, batch, sequence_rows)
             ready = _Ready(kernel_of(self._program(batch)), metadata_of(tables, self.bounds_check))
             self._ready[values.dtype] = ready
-        elif ready.metadata.addresses != addresses_of(tables):
-            ready.metadata = metadata_of(tables, self.bounds_check)
         elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        return ready.kernel(ready.metadata, tables, batch, elements, self.bounds_check)
+        return ready.call(ready.metadata, tables, batch, elements, self.bounds_check)
+
+    def _call_operator(
+        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, program = list(sequence_rows), self._program(batch)
+        result: tuple[Tensor, Tensor] = ops.lookup(
+            batch.values, batch.offsets, batch.weights, tables, rows, program, self.bounds_check
+        )
+        return result
 
     def _program_texts(self) -> dict[torch.dtype, str]:
         """Made ahead of calls, because torch.compile could not trace how. A GPU's arch is not known on meta."""
@@ -246,8 +255,7 @@ class EmbeddingCollection(nn.Module):
 
 
 def _is_watched(tables: list[Any], values: Tensor) -> bool:
-    """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass; or
-    there is nothing to read (meta)."""
+    """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass."""
     if _is_grad_enabled():
         for table in tables:  # a loop: any() with a generator takes three times as long
             if table.requires_grad:
@@ -258,7 +266,6 @@ def _is_watched(tables: list[Any], values: Tensor) -> bool:
         or _profiler_enabled()
         or _tracing_state() is not None
         or type(values) is not Tensor
-        or values.is_meta
     )
 
 

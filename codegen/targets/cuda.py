@@ -20,6 +20,7 @@ from embforge.codegen.targets.cuda_geometry import (
     geometry_of,
     long_sizes,
     min_blocks,
+    register_classes,
     row_type,
     stage_sizes,
 )
@@ -28,7 +29,6 @@ from embforge.codegen.targets.cuda_launch import (
     UNIT_BITS,
     long_symbols,
     main_symbols,
-    register_classes,
     scratch_width,
 )
 from embforge.codegen.targets.nvrtc import compile_cubin, nvrtc_fingerprint
@@ -71,8 +71,6 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "features": [_feature_facts(f) for g in geometry for f in g.bucket.features],
         "sequence": _sequence_facts(geometry),
         "buckets": [_bucket_facts(g) for g in geometry],
-        "stage": stage_sizes(geometry),
-        "copy": copy_sizes(geometry),
         "has_pooled": bool(pooled),
         "has_copied": bool(copied),
         "has_sequence": any(g.bucket.pooling == "none" for g in copied),
@@ -81,7 +79,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "queue": {"counters": QUEUE_COUNTERS, "unit_bits": UNIT_BITS},
         "kernels": [
             _kernel_facts(plan, symbol, members)
-            for symbol, members in zip(main_symbols(plan), register_classes(plan), strict=True)
+            for symbol, members in zip(main_symbols(plan), register_classes(geometry), strict=True)
         ],
         "long": {
             **long_sizes(plan, geometry),
@@ -107,7 +105,8 @@ def _kernel_facts(plan: Plan, symbol: str, members: tuple[BucketGeometry, ...]) 
         "min_blocks": min_blocks(plan, wide),
         "pooled": any(g.pooled for g in members),
         "copied": any(not g.pooled for g in members),
-        "elements": max((g.elements for g in members if g.pooled), default=0),
+        "pooled_stage": stage_sizes(members),
+        "copied_stage": copy_sizes(members),
         "steps": _steps(members),
         "buckets": [_dispatch_facts(g) for g in members],
     }
@@ -136,7 +135,7 @@ def _dispatch_facts(g: BucketGeometry) -> dict[str, Any]:
     if g.pooled:
         least, most = g.min_run.bit_length() - 1, g.run.bit_length() - 1
         owns = f"owns_runs({index}, {len(g.bucket.features) * tiles}, {least}, {most})"
-        call = f"pool_run<{g.name}>(a, stage.pooled, totals, bad_id)"
+        call = f"pool_run<{g.name}>(a, stage.pooled, bad_id)"
     else:
         amounts = ["num_values"] if g.bucket.pooling == "none" else [f"{f.feature.hotness} * batch" for f in g.bucket.features]
         blocks = " + ".join(f"ceil_div<int64_t>({amount}, {g.run})" for amount in amounts)

@@ -27,6 +27,8 @@ BASE_THREADS = 256
 MOST_ROWS = 8
 MOST_COPIED = 256
 """Output rows of a block that copies."""
+OTHER_SHARED = 128
+"""Bytes of shared memory for scalars and alignment, at most."""
 MOST_TOTALS = 32 * 1024
 """Bytes of shared memory for what a block's lanes have summed before the running chunk."""
 GOOD_USE = 0.8
@@ -92,6 +94,12 @@ def geometry_of(plan: Plan) -> tuple[BucketGeometry, ...]:
     return geometry
 
 
+def register_classes(geometry: tuple[BucketGeometry, ...]) -> tuple[tuple[BucketGeometry, ...], ...]:
+    """Buckets by the kernel they share, ordinary ones first; no class is empty."""
+    classes = (tuple(g for g in geometry if not g.wide), tuple(g for g in geometry if g.wide))
+    return tuple(c for c in classes if c)
+
+
 def run_of(g: BucketGeometry, batch: int) -> int:
     """Bags a block owns at this batch size: what the kernel finds by `fair_run`, on the host."""
     return min(max(power_of_two_below(batch // RUNS_WANTED | 1), g.min_run), g.run)
@@ -113,10 +121,11 @@ def stage_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
     """Array lengths of the shared memory of pooled features."""
     pooled = [g for g in geometry if g.pooled]
     return {
-        "borders": max((g.run for g in pooled), default=0) + 1,
+        "bags": max((g.run for g in pooled), default=1),
         "groups": max((g.groups for g in pooled), default=1),
         "slots": max((g.groups * g.pitch for g in pooled), default=1),
         "weights": max((g.groups * g.pitch for g in pooled if g.bucket.weighted), default=1),
+        "elements": max((g.elements for g in pooled), default=1),
     }
 
 
@@ -200,19 +209,21 @@ def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
 
 
 def _check_shared(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> None:
-    stage, copy, long = stage_sizes(geometry), copy_sizes(geometry), long_sizes(plan, geometry)
+    params = cuda_params(plan)
     id_bytes, row_bytes = DTYPES[plan.id_dtype].bytes, DTYPES[row_type(plan).removesuffix("_t")].bytes
+    need = 0
+    for members in register_classes(geometry):
+        stage, copy = stage_sizes(members), copy_sizes(members)
+        pooled = (stage["bags"] + stage["groups"]) * id_bytes + stage["slots"] * row_bytes
+        pooled += (2 * stage["groups"] + stage["weights"] + stage["elements"] * params.block) * 4
+        copied = copy["slots"] * 16 + copy["weights"] * 4 + 24 * len(plan.layout.sequence_features)
+        need = max(need, pooled, copied)
+    long = long_sizes(plan, geometry)
     weighted = any(g.pooled and g.bucket.weighted for g in geometry)
-    pooled = (stage["borders"] + stage["groups"]) * id_bytes + (2 * stage["groups"] + 1 + stage["weights"]) * 4
-    pooled += stage["slots"] * row_bytes
-    copied = copy["slots"] * 16 + copy["weights"] * 4 + 24 * len(plan.layout.sequence_features)
     long_bags = long["chunks"] * (CHUNK + 1) * (row_bytes + 4 * weighted)
-    long_bags += (long["elements"] * cuda_params(plan).block + 2 * long["chunks"]) * 4
-    pooled += 4 * cuda_params(plan).block * max((g.elements for g in geometry if g.pooled), default=0)
-    need = max(pooled, copied, long_bags)
+    need = max(need, long_bags + (long["elements"] * params.block + 2 * long["chunks"]) * 4) + OTHER_SHARED
     if need > MAX_STATIC_SHARED:
-        params = cuda_params(plan)
         raise PlanError(
             f"plan fields id_tile={params.id_tile}, bags_per_block={params.bags_per_block} and block={params.block} need "
-            f"{need} bytes of shared memory a block; allowed: {MAX_STATIC_SHARED}; choose a smaller id_tile"
+            f"{need} bytes of shared memory a block; allowed: {MAX_STATIC_SHARED}; choose a smaller id_tile or block"
         )

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS
-from embforge.codegen.targets.cuda_geometry import BucketGeometry, cuda_params, geometry_of, run_of
+from embforge.codegen.targets.cuda_geometry import (
+    BucketGeometry,
+    cuda_params,
+    geometry_of,
+    register_classes,
+    run_of,
+)
 
 UNIT = CHUNK * CHUNK
 """Ids of a long bag that one block adds up."""
@@ -54,16 +60,9 @@ def scratch_width(plan: Plan) -> int:
     return max((g.bucket.dim for g in geometry_of(plan) if g.pooled), default=0) + 1
 
 
-def register_classes(plan: Plan) -> tuple[tuple[BucketGeometry, ...], ...]:
-    """Buckets by the kernel they share, ordinary ones first; no class is empty."""
-    geometry = geometry_of(plan)
-    classes = (tuple(g for g in geometry if not g.wide), tuple(g for g in geometry if g.wide))
-    return tuple(c for c in classes if c)
-
-
 def main_symbols(plan: Plan) -> tuple[str, ...]:
     """One symbol a register class."""
-    return (plan.uri, f"{plan.uri}_wide")[: len(register_classes(plan))]
+    return (plan.uri, f"{plan.uri}_wide")[: len(register_classes(geometry_of(plan)))]
 
 
 def long_symbols(plan: Plan) -> tuple[str, str]:
@@ -85,7 +84,7 @@ def launch_of(plan: Plan, batch: int, num_values: int) -> ForwardLaunch:
     params = cuda_params(plan)
     kernels = [
         KernelLaunch(symbol, sum(blocks_of(g, batch, num_values) for g in members), params.block)
-        for symbol, members in zip(main_symbols(plan), register_classes(plan), strict=True)
+        for symbol, members in zip(main_symbols(plan), register_classes(geometry_of(plan)), strict=True)
     ]
     queue_words = scratch_floats = 0
     if batch and num_values > params.long_bag and any(g.pooled for g in geometry_of(plan)):

@@ -801,4 +801,19 @@ extern "C" int64_t forward_cpu_neon_dlrm_26t_26f_int64_5e42b5b94d(
     return call.bad_id ? 2 : 0;
 }
 
+// The same with its arguments as words in memory: what a caller without a C compiler passes quickest.
+extern "C" int64_t forward_cpu_neon_dlrm_26t_26f_int64_5e42b5b94d_words(const int64_t* words) {
+    return forward_cpu_neon_dlrm_26t_26f_int64_5e42b5b94d(
+        reinterpret_cast<const int64_t*>(words[0]),  // metadata
+        reinterpret_cast<const id_t*>(words[1]),  // values
+        reinterpret_cast<const id_t*>(words[2]),  // offsets
+        reinterpret_cast<const float*>(words[3]),  // weights
+        reinterpret_cast<out_t*>(words[4]),  // pooled
+        reinterpret_cast<out_t*>(words[5]),  // sequence
+        words[6],  // batch
+        words[7],  // num_values
+        reinterpret_cast<parallel_for_t>(words[8]),  // parallel_for
+        words[9]);  // threads
+}
+
 }  // namespace embforge

@@ -137,6 +137,13 @@ __device__ __forceinline__ uint32_t unhoisted(uint32_t value) {
     return value;
 }
 
+template <int BYTES>
+__device__ __forceinline__ Vector<BYTES> unhoisted(Vector<BYTES> value) {
+#pragma unroll
+    for (int w = 0; w < (BYTES + 3) / 4; ++w) asm volatile("" : "+r"(value.word[w]));
+    return value;
+}
+
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 // ==== end of primitives ============================================================================================
 
@@ -435,7 +442,7 @@ struct Batch {
         for (int r = 0; r < B::ROWS; ++r) {
             if (taken & (1u << r)) {
                 float element[B::ELEMENTS];
-                unpack(typename B::element{}, row[r], element);
+                unpack(typename B::element{}, unhoisted(row[r]), element);  // else all rows are unpacked before the loop
                 const float weight = B::WEIGHTED ? weights[r] : 1.0f;
 #pragma unroll
                 for (int e = 0; e < B::ELEMENTS; ++e) {
@@ -477,7 +484,7 @@ template <bool WEIGHTED, int SLOTS, class Place, class Slot>
 __device__ __forceinline__ void stage_rows(const Arguments& a, const Source& source, const Place& place, const Slot& slot,
                                            row_t* rows, float* weights, int64_t& bad_id) {
     constexpr int EACH = (SLOTS + THREADS - 1) / THREADS;
-    constexpr int AT_ONCE = EACH < 4 ? EACH : 4;
+    constexpr int AT_ONCE = EACH < 2 ? EACH : 2;
     constexpr bool EVEN = SLOTS % (AT_ONCE * THREADS) == 0;
     const uint32_t thread = unhoisted(threadIdx.x);
 #pragma unroll 1

@@ -101,6 +101,13 @@ __device__ __forceinline__ uint32_t unhoisted(uint32_t value) {
     return value;
 }
 
+template <int BYTES>
+__device__ __forceinline__ Vector<BYTES> unhoisted(Vector<BYTES> value) {
+#pragma unroll
+    for (int w = 0; w < (BYTES + 3) / 4; ++w) asm volatile("" : "+r"(value.word[w]));
+    return value;
+}
+
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 // ==== end of primitives ============================================================================================
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.errors import ToolchainError
@@ -34,11 +35,11 @@ class CpuForward:
         self._width = plan.layout.output_width
         # Results are made like this one: quicker than naming dtype and device in every call.
         self._like = torch.empty(0, dtype=getattr(torch, DTYPES[plan.spec.output_dtype].torch_name), device="cpu")
-        self._call: Any = getattr(ctypes.CDLL(str(library)), plan.uri)
+        # One pointer to packed words: half the time that ctypes takes for the arguments one by one.
+        self._call: Any = getattr(ctypes.CDLL(str(library)), f"{plan.uri}_words")
         self._call.restype = ctypes.c_int64
-        self._call.argtypes = [
-            ctypes.c_int64 if a.c_type == "int64_t" else ctypes.c_void_p for a in arguments_of("cpu")
-        ]
+        self._call.argtypes = [ctypes.c_char_p]
+        self._pack = struct.Struct(f"={len(arguments_of('cpu'))}q").pack
         self._parallel_for = torch_parallel_for()
 
     def __call__(
@@ -55,16 +56,18 @@ class CpuForward:
             ask_for_huge_pages(pooled)
             ask_for_huge_pages(pooled if sequence is None else sequence)
         status = self._call(
-            metadata.pointer,
-            values.data_ptr(),
-            offsets.data_ptr(),
-            None if weights is None else weights.data_ptr(),
-            pooled.data_ptr(),
-            None if sequence is None else sequence.data_ptr(),
-            size,
-            values.numel(),
-            self._parallel_for,
-            torch.get_num_threads(),
+            self._pack(
+                metadata.pointer,
+                values.data_ptr(),
+                offsets.data_ptr(),
+                0 if weights is None else weights.data_ptr(),
+                pooled.data_ptr(),
+                0 if sequence is None else sequence.data_ptr(),
+                size,
+                values.numel(),
+                self._parallel_for,
+                get_num_threads(),
+            )
         )
         if status != OK and (status != BAD_ID or bounds_check == "error"):
             self._raise(status, batch, bounds_check)

@@ -25,7 +25,7 @@ class Metadata:
 
 def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:
     """The metadata of tables as they lie now."""
-    addresses = addresses_of(tables)
+    addresses = tuple(map(Tensor.data_ptr, tables))
     checked = bounds_check != "unchecked"
     facts = [
         {"address": address, "rows": table.shape[0] if checked else UNCHECKED_ROWS}
@@ -34,8 +34,3 @@ def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:
     words = torch.tensor([[fact[word] for word in METADATA_WORDS] for fact in facts], dtype=torch.int64)
     words = words.to(tables[0].device)
     return Metadata(addresses, words, words.data_ptr())
-
-
-def addresses_of(tables: Sequence[Tensor]) -> tuple[int, ...]:
-    """Where the tables start."""
-    return tuple(map(Tensor.data_ptr, tables))

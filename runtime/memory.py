@@ -1,17 +1,23 @@
-"""What the operating system should know about a big block of host memory."""
+"""Big blocks of host memory: what the operating system should know of them, and results that are made anew each call."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MADV_HUGEPAGE = 14
 HUGE_PAGE_BYTES = 2 << 20
 WORTH_ASKING_BYTES = 2 * HUGE_PAGE_BYTES
+SMALL = WORTH_ASKING_BYTES // 4
+"""Elements of a result that is surely too small to think about."""
+KEPT_BYTES = 32 << 20
+"""Where the C library begins to give every freed block back to the system."""
 
 
 def ask_for_huge_pages(block: Tensor) -> None:
@@ -26,6 +32,47 @@ def ask_for_huge_pages(block: Tensor) -> None:
     begin = -(-block.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = (block.data_ptr() + size) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     _madvise()(begin, end - begin, MADV_HUGEPAGE)
+
+
+class Results:
+    """Makes the result tensors of one kernel.
+
+    The C library gives a block of 32 MB or more back to the system when it is freed, and the next one is zeroed
+    page by page again, which takes longer than many lookups. So the last such block is kept, and used again
+    once nobody holds the result that was in it: no tensor, view, array or storage.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        # Results are made like this one: quicker than naming dtype and device in every call.
+        self.like = torch.empty(0, dtype=dtype, device="cpu")
+        self._lock = threading.Lock()
+        self._kept: Tensor | None = None
+        self._unheld: tuple[int, int] = (0, 0)
+
+    def empty(self, *shape: int) -> Tensor:
+        """An uninitialised contiguous tensor that nobody else holds."""
+        size = self.like.itemsize
+        for extent in shape:
+            size *= extent
+        if size < WORTH_ASKING_BYTES:
+            return self.like.new_empty(*shape)
+        if size < KEPT_BYTES:
+            block = self.like.new_empty(*shape)
+            ask_for_huge_pages(block)
+            return block
+        with self._lock:  # or two threads could find the same block unheld
+            kept = self._kept
+            if kept is None or kept.nbytes != size or _holders(kept) != self._unheld:
+                self._kept = kept = self.like.new_empty(size // self.like.itemsize)
+                ask_for_huge_pages(kept)
+                self._unheld = _holders(kept)
+            return self.like.new_empty(0).set_(kept.untyped_storage(), 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _holders(block: Tensor) -> tuple[int, int]:
+    """How many hold the block's memory, in C++ and in Python."""
+    storage = block.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import FeatureLayout
 from embforge.codegen.plan import Plan
+from embforge.codegen.render import render
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of, prototype
 from embforge.codegen.targets import Target
@@ -151,10 +152,8 @@ def _long_kinds(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, Any]]:
     for g in geometry:
         if not g.pooled:
             continue
-        weighted = "_weighted" if g.bucket.weighted else ""
-        name = f"long_{g.bucket.dtype}_{g.bucket.pooling}{weighted}_{g.vector}"
         facts = _bucket_facts(g)
-        kind = kinds.setdefault(name, facts | {"name": name, "buckets": []})
+        kind = kinds.setdefault(g.long_kind, facts | {"name": g.long_kind, "buckets": []})
         kind["buckets"].append(g.bucket.index)
         kind["rows"] = max(kind["rows"], g.rows)
         kind["divides"] = _c("true" in (kind["divides"], facts["divides"]))
@@ -252,7 +251,7 @@ def _fingerprint(plan: Plan) -> dict[str, str]:
 
 
 def _resources(plan: Plan, binary: bytes) -> list[dict[str, Any]]:
-    return kernel_resources(plan, binary)
+    return kernel_resources(plan, render(CUDA.template, facts_of(plan)), binary)
 
 
 CUDA = Target(

@@ -75,6 +75,12 @@ class BucketGeometry:
         """The struct's name in the source."""
         return self.bucket.label
 
+    @property
+    def long_kind(self) -> str:
+        """The struct of its long bags: pooled buckets that differ only in their shape share one."""
+        weighted = "_weighted" if self.bucket.weighted else ""
+        return f"long_{self.bucket.dtype}_{self.bucket.pooling}{weighted}_{self.vector}"
+
 
 def cuda_params(plan: Plan) -> CudaParams:
     """The plan's parameters, which a cuda plan is known to have."""

@@ -10,8 +10,8 @@ from typing import Any
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import package_version
 
-FLAGS: dict[str, Any] = {"std": "c++17", "fma": False}
-"""Contraction off, no fast math: part of the semantics. Everything else is NVRTC's default."""
+FLAGS: dict[str, Any] = {"std": "c++17", "fma": False, "lineinfo": True}
+"""Contraction off, no fast math: part of the semantics. Line numbers serve profilers and our own figures."""
 CONTEXT_LINES = 3
 _IMPORTING = Lock()
 """cuda.core imports itself in circles: a second thread that imports it meanwhile gets half of it."""
@@ -25,14 +25,16 @@ def compile_cubin(source: Path, arch: str) -> bytes:
     """
     core = _cuda_core()
     text = source.read_text(encoding="utf-8")
-    options = core.ProgramOptions(arch=arch, name=str(source), **FLAGS)
+    # Line information holds the file's name: one that is the same on every machine keeps binaries reproducible.
+    name = f"/embforge/{source.name}"
+    options = core.ProgramOptions(arch=arch, name=name, **FLAGS)
     program = core.Program(text, "c++", options)
     try:
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda.core's NVRTCError is not public; anything else is told by its own message
         if "NVRTC" not in type(error).__name__:
             raise
-        raise CompileError(numbered_log(source, text, str(error))) from error
+        raise CompileError(numbered_log(source, text, str(error).replace(name, str(source)))) from error
     finally:
         program.close()
 

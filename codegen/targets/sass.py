@@ -1,1 +1,164 @@
-def kernel_resources(plan, binary): return []
+"""What a cubin says about its kernels: registers, shared memory, occupancy, local memory, bytes in flight.
+
+Read off the machine code, not off what was asked of the compiler. Slow (two tools run), so only manifests ask for it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.errors import ToolchainError
+from embforge.codegen.plan import Plan
+from embforge.codegen.targets.arch import arch_named, resident_threads
+from embforge.codegen.targets.cuda_geometry import cuda_params, geometry_of
+
+BIG_ROW = 64
+"""Bytes of a row from which a bucket's loads count: smaller rows are limited by other things."""
+LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
+LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7
+CALLS = re.compile(r"\b(?:pool_run|copy_rows|pool_chunk)<(\w+)>")
+LINE = re.compile(r'//## File "[^"]*", line (\d+)')
+FUNCTION = re.compile(r"^\.text\.(\w+):")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*)")
+
+
+@dataclass
+class LoadGroup:
+    """Row loads that are all under way before any of their results is used."""
+
+    struct: str | None
+    """The bucket (or kind of long bag) whose loop they are in, by its name in the source."""
+    widths: list[int] = field(default_factory=list)
+    registers: set[int] = field(default_factory=set)
+
+
+@dataclass
+class KernelCode:
+    """One kernel's machine code, counted."""
+
+    local_instructions: int = 0
+    local_store_bytes: int = 0
+    groups: list[LoadGroup] = field(default_factory=list)
+
+
+def kernel_resources(plan: Plan, source: str, binary: bytes) -> list[dict[str, Any]]:
+    """Per kernel symbol: what it takes and what it keeps in flight. `source` is the text the binary was made from.
+
+    `bytes_in_flight`: loads before the first use of a result, times the threads that a multiprocessor holds; the
+    least over the loops of buckets whose rows have 64 bytes or more, None if there is no such loop.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "kernel.cubin"
+        path.write_bytes(binary)
+        usage = dict(_usage(_run("cuobjdump", "-res-usage", str(path))))
+        code = read_code(_run("nvdisasm", "-c", "-gi", str(path)), source)
+    return [_figures(plan, symbol, *usage[symbol], code[symbol]) for symbol in sorted(usage)]
+
+
+def read_code(sass: str, source: str) -> dict[str, KernelCode]:
+    """Counts a disassembly with line information, per kernel.
+
+    A row load is one that comes from a `load_row` of the source; its bucket is named where its loop was inlined.
+    """
+    lines = source.splitlines()
+    load_lines = {i + 1 + k for i, line in enumerate(lines) if LOAD_FUNCTION in line for k in range(LOAD_FUNCTION_LINES)}
+    kernels: dict[str, KernelCode] = {}
+    kernel = KernelCode()
+    chain: list[int] = []  # source lines of the next instructions, innermost first
+    ended = False
+    group: LoadGroup | None = None
+    for text in sass.splitlines():
+        if found := FUNCTION.match(text):
+            kernel, chain, group = kernels.setdefault(found[1], KernelCode()), [], None
+        elif found := LINE.search(text):
+            chain = [int(found[1])] if ended else [*chain, int(found[1])]
+            ended = False
+        elif found := INSTRUCTION.match(text):
+            ended = True
+            opcode, operands = found[2], found[3]
+            if opcode.startswith(("LDL", "STL")):
+                kernel.local_instructions += 1
+                kernel.local_store_bytes += _width(opcode) if opcode.startswith("STL") else 0
+            if opcode.startswith("LDG") and chain and chain[0] in load_lines:
+                struct = next((c[1] for n in chain if (c := CALLS.search(lines[n - 1]))), None)
+                if group is None or group.struct != struct:
+                    group = LoadGroup(struct)
+                    kernel.groups.append(group)
+                group.widths.append(_width(opcode))
+                group.registers |= _results(opcode, operands)
+            elif group and (_touched(operands) & group.registers or opcode in ("EXIT", "RET")):
+                group = None
+    return kernels
+
+
+def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelCode) -> dict[str, Any]:
+    arch, threads = arch_named(plan.arch), cuda_params(plan).block
+    shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from there on
+    resident = resident_threads(arch, threads, registers, shared)
+    rows = _row_bytes(plan)
+    big = [g for g in code.groups if rows.get(g.struct or "", 0) >= BIG_ROW]
+    return {
+        "symbol": symbol,
+        "registers": registers,
+        "spill_bytes": code.local_store_bytes,
+        "local_instructions": code.local_instructions,
+        "shared_bytes": shared,
+        "occupancy": round(resident / arch.threads, 3),
+        "bytes_in_flight": min((sum(g.widths) * resident for g in big), default=None),
+        "loads": [
+            {"bucket": g.struct, "load_bytes": max(g.widths), "loads": len(g.widths), "bytes": sum(g.widths) * resident}
+            for g in code.groups
+        ],
+    }
+
+
+def _row_bytes(plan: Plan) -> dict[str, int]:
+    """The widest row that each loop in the source loads."""
+    found: dict[str, int] = {}
+    for g in geometry_of(plan):
+        for name in (g.name, g.long_kind):
+            found[name] = max(found.get(name, 0), g.bucket.row_bytes)
+    return found
+
+
+def _results(opcode: str, operands: str) -> set[int]:
+    """Registers that a load fills. A load of 32 bytes names two quads."""
+    named = [int(n) for n in re.findall(r"\bR(\d+)\b", operands.split("[")[0])]
+    each = max(1, _width(opcode) // 4 // len(named))
+    return {first + k for first in named for k in range(each)}
+
+
+def _touched(operands: str) -> set[int]:
+    return {int(n) for n in re.findall(r"\bR(\d+)\b", operands)}
+
+
+def _width(opcode: str) -> int:
+    return next((bytes_ for mark, bytes_ in LOAD_BYTES.items() if mark in opcode.split(".")), 4)
+
+
+def _usage(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    for found in re.finditer(r"Function (\w+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+)", text):
+        yield found[1], (int(found[2]), int(found[3]))
+
+
+def _run(tool: str, *arguments: str) -> str:
+    """A CUDA binary utility's output. `ToolchainError` names the package to install if it is missing or fails."""
+    try:
+        from cuda.pathfinder import find_nvidia_binary_utility
+    except ImportError:
+        path = None
+    else:
+        path = find_nvidia_binary_utility(tool)
+    remedy = f"install nvidia-cuda-{tool} (it comes with embforge on Linux and Windows)"
+    if path is None:
+        raise ToolchainError(f"{tool} is not on this machine, and register figures are read with it; {remedy}")
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ToolchainError(f"{path} failed: {done.stderr.strip() or done.stdout.strip()}; {remedy}")
+    return done.stdout

@@ -18,9 +18,8 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.signature import arguments_of
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.metadata import Metadata
-from embforge.memory import WORTH_ASKING_BYTES, ask_for_huge_pages
+from embforge.memory import SMALL, Results
 
-_BIG = WORTH_ASKING_BYTES // 4  # elements: a cheap look before a costly question
 
 # What the kernel returns.
 OK, BAD_OFFSETS, BAD_ID, NO_MEMORY = 0, 1, 2, 3
@@ -33,8 +32,8 @@ class CpuForward:
         self.plan = plan
         self._has_sequence = bool(plan.layout.sequence_features)
         self._width = plan.layout.output_width
-        # Results are made like this one: quicker than naming dtype and device in every call.
-        self._like = torch.empty(0, dtype=getattr(torch, DTYPES[plan.spec.output_dtype].torch_name), device="cpu")
+        self._results = Results(getattr(torch, DTYPES[plan.spec.output_dtype].torch_name))
+        self._like = self._results.like
         # One pointer to packed words: half the time that ctypes takes for the arguments one by one.
         self._call: Any = getattr(ctypes.CDLL(str(library)), f"{plan.uri}_words")
         self._call.restype = ctypes.c_int64
@@ -50,11 +49,9 @@ class CpuForward:
         Raises what `raise_bad_input` raises; for a bad id only if `bounds_check` is "error".
         """
         values, offsets, weights, size, _ = batch
-        pooled = self._like.new_empty(size, self._width)
-        sequence = self._like.new_empty(sequence_elements) if self._has_sequence else None
-        if size * self._width >= _BIG or sequence_elements >= _BIG:
-            ask_for_huge_pages(pooled)
-            ask_for_huge_pages(pooled if sequence is None else sequence)
+        width = self._width
+        pooled = self._like.new_empty(size, width) if size * width < SMALL else self._results.empty(size, width)
+        sequence = self._results.empty(sequence_elements) if self._has_sequence else None
         status = self._call(
             self._pack(
                 metadata.pointer,

@@ -34,14 +34,13 @@ class CpuParams(_Checked):
     """How the CPU forward kernel walks its rows."""
 
     prefetch_bytes: int = tunable(
-        8192, (0, 1024, 2048, 4096, 8192, 16384, 32768), "bytes of rows requested ahead of the row being added"
+        8192, (0, 1024, 4096, 8192, 16384, 32768), "bytes of rows requested ahead of the row being added"
     )
     prefetch_level: int = tunable(2, (1, 2), "the cache that rows are requested into")
     tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running sum")
     grain_bytes: int = tunable(
         65536, (16384, 65536, 262144), "bytes of rows below which another thread is not worth waking"
     )
-    stream_stores: bool = tunable(False, (False, True), "write results past the cache")
 
 
 @dataclass(frozen=True)

@@ -153,9 +153,8 @@ def _long_kinds(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, Any]]:
         if not g.pooled:
             continue
         facts = _bucket_facts(g)
-        kind = kinds.setdefault(g.long_kind, facts | {"name": g.long_kind, "buckets": []})
+        kind = kinds.setdefault(g.long_kind, facts | {"name": g.long_kind, "buckets": [], "rows": g.long_rows})
         kind["buckets"].append(g.bucket.index)
-        kind["rows"] = max(kind["rows"], g.rows)
         kind["divides"] = _c("true" in (kind["divides"], facts["divides"]))
     return list(kinds.values())
 

@@ -25,6 +25,8 @@ WIDE_BLOCKS = 2
 """Blocks of 256 threads that a multiprocessor must hold of the wide kernel and of the one for long bags."""
 BASE_THREADS = 256
 MOST_ROWS = 8
+MOST_LONG_ROWS = 16
+"""Divides the chunk of the canonical sum, so that no batch of rows crosses its border."""
 MOST_COPIED = 256
 """Output rows of a block that copies."""
 OTHER_SHARED = 128
@@ -48,6 +50,8 @@ class BucketGeometry:
     tiles: int
     groups: int
     rows: int
+    long_rows: int
+    """Rows in flight in the loop for long bags, which has the wide kernel's occupancy."""
     store: int
     run: int
     """Bags (pooled, at most, a power of two) or positions (none, concat) a block owns."""
@@ -163,7 +167,8 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params:
     groups = params.block // lanes
     elements = vector // DTYPES[bucket.dtype].bytes
     # The same bytes in flight whatever the vector; twice as many where accumulators cost occupancy.
-    lane_bytes = 16 * params.pipeline[0] * (2 if elements >= WIDE_ELEMENTS else 1)
+    wide_bytes = 2 * 16 * params.pipeline[0]
+    lane_bytes = wide_bytes if elements >= WIDE_ELEMENTS else wide_bytes // 2
     rows = power_of_two_below(max(1, min(lane_bytes // vector, MOST_ROWS, params.id_tile // groups)))
     pooled = bucket.pooling in ("sum", "max")
     if pooled:
@@ -179,6 +184,7 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params:
         tiles=tiles,
         groups=groups,
         rows=rows,
+        long_rows=max(1, min((wide_bytes if arch.widest_load > 16 else wide_bytes // 2) // vector, MOST_LONG_ROWS)),
         store=_store_bytes(plan, bucket, elements),
         run=run,
         min_run=min(run, power_of_two_below(2 * groups)),

@@ -34,7 +34,7 @@ class CpuParams(_Checked):
     """How the CPU forward kernel walks its rows."""
 
     prefetch_bytes: int = tunable(
-        8192, (0, 1024, 4096, 8192, 16384, 32768), "bytes of rows requested ahead of the row being added"
+        16384, (0, 1024, 4096, 8192, 16384, 32768), "bytes of rows requested ahead of the row being added"
     )
     prefetch_level: int = tunable(2, (1, 2), "the cache that rows are requested into")
     tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running sum")
@@ -50,7 +50,7 @@ class CudaParams(_Checked):
     block: int = tunable(256, (128, 256, 512), "threads a block")
     pipeline: tuple[int, int] = tunable(
         (4, 4),
-        ((2, 6), (2, 8), (4, 3), (4, 4), (4, 6), (8, 2), (8, 3), (8, 4)),
+        ((2, 4), (2, 5), (4, 3), (4, 4), (4, 5), (8, 2), (8, 3)),
         "(16-byte row loads in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice, "
         "because without the second the compiler trades the first away",
     )
@@ -85,5 +85,7 @@ def params_from(target: str, values: dict[str, Any]) -> Params:
     known = {f.name for f in fields(cls)}
     for key in values:
         if key not in known:
-            raise PlanError(f"plan field {key!r} does not exist for target {target}; allowed: {', '.join(sorted(known))}")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            allowed = ", ".join(sorted(known))
+            raise PlanError(f"plan field {key!r} does not exist for target {target}; allowed: {allowed}")
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return cls(**plain)

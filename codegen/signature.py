@@ -41,7 +41,7 @@ outside of values or before its predecessor. LONG_CONCAT: a bag of `value` ids w
 """
 
 STATUS_WORDS = ("claimed", "feature", "sample", "position", "value")
-"""One record of `status`, int64 each; `claimed` is 0 until a thread found such a mistake. First come, first recorded."""
+"""One record of `status`, int64 each. First come, first kept: `claimed` is 0 until a thread found such a mistake."""
 
 FORWARD: tuple[Argument, ...] = (
     Argument("metadata", "const int64_t*", "per table: " + ", ".join(METADATA_WORDS)),

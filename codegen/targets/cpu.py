@@ -131,6 +131,7 @@ def _bucket_facts(bucket: Bucket, params: CpuParams) -> dict[str, Any]:
         "dim": bucket.dim,
         "stride_bytes": bucket.stride_bytes,
         "weighted": bucket.weighted,
+        "padded": any(f.feature.padding_idx is not None for f in bucket.features),
         "is_max": bucket.pooling == "max",
         "tile_vectors": params.tile_vectors,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from embforge.codegen.describe import bucket_line, describe
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import FeatureLayout
 from embforge.codegen.plan import Plan
@@ -138,9 +139,10 @@ def _dispatch_facts(g: BucketGeometry) -> dict[str, Any]:
         owns = f"owns_runs({index}, {len(g.bucket.features) * tiles}, {least}, {most})"
         call = f"pool_run<{g.name}>(a, stage.pooled, bad_id)"
     else:
-        amounts = ["num_values"] if g.bucket.pooling == "none" else [f"{f.feature.hotness} * batch" for f in g.bucket.features]
-        blocks = " + ".join(f"ceil_div<int64_t>({amount}, {g.run})" for amount in amounts)
-        owns = f"owns({index}, {tiles} * ({blocks}))"
+        slots = " + ".join(f"ceil_div<int64_t>({f.feature.hotness} * batch, {g.run})" for f in g.bucket.features)
+        concat = f"{tiles} * ({slots})" if tiles > 1 else slots
+        blocks = f"sequence_blocks(num_values, {g.run}, {tiles})" if g.bucket.pooling == "none" else concat
+        owns = f"owns({index}, {blocks})"
         out = "sequence" if g.bucket.pooling == "none" else "pooled"
         call = f"copy_rows<{g.name}>(stage.copied, {out})"
     return {"index": index, "owns": owns, "call": call}
@@ -161,8 +163,7 @@ def _long_kinds(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, Any]]:
 
 def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:
     bucket = g.bucket
-    names = ", ".join(f.feature.name for f in bucket.features)
-    comment = f"{bucket.dim} x {bucket.dtype}: {names}"
+    comment = bucket_line(bucket)
     return {
         "name": g.name,
         "comment": comment if len(comment) <= 116 else comment[:113] + "...",
@@ -216,23 +217,12 @@ def _feature_facts(placed: FeatureLayout) -> dict[str, Any]:
 
 
 def _header(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> list[str]:
-    lines = [f"collection {plan.spec.name or '(unnamed)'}: {plan.id_dtype} ids, {plan.spec.output_dtype} output"]
-    lines += [f"plan: {', '.join(f'{k}={v}' for k, v in vars(plan.params).items())}", "", "tables"]
-    for table in plan.layout.tables:
-        t = table.table
-        lines.append(f"  {t.name}: {t.num_embeddings} x {t.embedding_dim} {t.dtype}, {table.stride_bytes} bytes a row")
-    lines += ["", "features"]
-    for f in plan.layout.features:
-        where = "sequence" if f.column is None else f"columns {f.column}..{f.column + f.width - 1}"
-        notes = [f.feature.pooling, *(["weighted"] if f.feature.weighted else [])]
-        notes += [f"hotness {f.feature.hotness}"] if f.feature.pooling == "concat" else []
-        notes += [f"padding {f.feature.padding_idx}"] if f.feature.padding_idx is not None else []
-        lines.append(f"  {f.feature.name} -> {f.feature.table}: {', '.join(notes)}; {where}")
-    lines += ["", "buckets"]
+    lines = [*describe(plan), "", "Buckets, heaviest rows first:"]
     for g in geometry:
-        tiles = f" x {g.tiles} tiles" if g.tiles > 1 else ""
+        tiles = f" in {g.tiles} tiles" if g.tiles > 1 else ""
         lines.append(
-            f"  {g.name}: {g.lanes} lanes{tiles} of {g.vector} bytes, {g.groups} groups a block, {g.rows} rows in flight"
+            f"  {g.name}: {g.vectors} loads of {g.vector} bytes a row{tiles}, {g.groups} rows a block at once, "
+            f"{g.rows} in flight a lane"
         )
     return lines
 

@@ -19,6 +19,8 @@ from embforge.codegen.targets.arch import MAX_STATIC_SHARED, Arch, arch_named
 
 RUNS_WANTED = 16
 """Blocks a feature is cut into at least, batch permitting."""
+LEAST_INTERLEAVE = 4
+"""Bags a group gets even of small batches: fewer would leave a warp's groups waiting for the one with the longest."""
 WIDE_ELEMENTS = 8
 """Accumulators a lane from which a bucket gets its own kernel, so that it does not cost the others registers."""
 WIDE_BLOCKS = 2
@@ -187,7 +189,7 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params:
         long_rows=max(1, min((wide_bytes if arch.widest_load > 16 else wide_bytes // 2) // vector, MOST_LONG_ROWS)),
         store=_store_bytes(plan, bucket, elements),
         run=run,
-        min_run=min(run, power_of_two_below(2 * groups)),
+        min_run=min(run, power_of_two_below(LEAST_INTERLEAVE * groups)),
         window=params.id_tile // groups // rows * rows,
     )
 
@@ -236,6 +238,6 @@ def _check_shared(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> None:
     need = max(need, long_bags + (long["elements"] * params.block + 2 * long["chunks"]) * 4) + OTHER_SHARED
     if need > MAX_STATIC_SHARED:
         raise PlanError(
-            f"plan fields id_tile={params.id_tile}, bags_per_block={params.bags_per_block} and block={params.block} need "
-            f"{need} bytes of shared memory a block; allowed: {MAX_STATIC_SHARED}; choose a smaller id_tile or block"
+            f"plan fields id_tile={params.id_tile}, bags_per_block={params.bags_per_block}, block={params.block}: "
+            f"{need} bytes of shared memory a block are needed; allowed: {MAX_STATIC_SHARED}; choose a smaller id_tile"
         )

@@ -75,19 +75,21 @@ def blocks_of(g: BucketGeometry, batch: int, num_values: int) -> int:
     if g.pooled:
         return len(g.bucket.features) * g.tiles * -(-batch // run_of(g, batch))
     if g.bucket.pooling == "none":
-        return g.tiles * -(-num_values // g.run)
+        return g.tiles * -(-max(num_values, 1) // g.run)
     return g.tiles * sum(-(-batch * (f.feature.hotness or 1) // g.run) for f in g.bucket.features)
 
 
 def launch_of(plan: Plan, batch: int, num_values: int) -> ForwardLaunch:
     """What to launch for a batch of that many samples and ids. Kernels without work are left out."""
     params = cuda_params(plan)
+    if batch == 0:
+        return ForwardLaunch((), 0, 0)
     kernels = [
         KernelLaunch(symbol, sum(blocks_of(g, batch, num_values) for g in members), params.block)
         for symbol, members in zip(main_symbols(plan), register_classes(geometry_of(plan)), strict=True)
     ]
     queue_words = scratch_floats = 0
-    if batch and num_values > params.long_bag and any(g.pooled for g in geometry_of(plan)):
+    if num_values > params.long_bag and any(g.pooled for g in geometry_of(plan)):
         long_bags = num_values // (params.long_bag + 1)
         units = num_values // UNIT + long_bags
         queue_words = QUEUE_COUNTERS + QUEUE_RECORD * long_bags

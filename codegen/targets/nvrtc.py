@@ -75,7 +75,7 @@ def nvrtc_fingerprint(arch: str) -> dict[str, str]:
 
 
 def check_driver(driver_version: tuple[int, int], compiler_version: tuple[int, int]) -> None:
-    """`ToolchainError` if cubins of this NVRTC cannot be loaded by this driver: its major must not exceed the driver's."""
+    """`ToolchainError` if this driver cannot load this NVRTC's cubins: its major must not exceed the driver's."""
     if compiler_version[0] > driver_version[0]:
         raise ToolchainError(
             f"NVRTC {compiler_version[0]}.{compiler_version[1]} makes kernels that this driver, for CUDA "

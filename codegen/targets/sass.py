@@ -67,7 +67,8 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
     A row load is one that comes from a `load_row` of the source; its bucket is named where its loop was inlined.
     """
     lines = source.splitlines()
-    load_lines = {i + 1 + k for i, line in enumerate(lines) if LOAD_FUNCTION in line for k in range(LOAD_FUNCTION_LINES)}
+    starts = [number for number, line in enumerate(lines, 1) if LOAD_FUNCTION in line]
+    load_lines = {start + k for start in starts for k in range(LOAD_FUNCTION_LINES)}
     kernels: dict[str, KernelCode] = {}
     kernel = KernelCode()
     chain: list[int] = []  # source lines of the next instructions, innermost first

@@ -1,0 +1,203 @@
+"""What a CUDA plan renders to: geometry, sizes and text. No compiler needed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from embforge.codegen.build import source_of
+from embforge.codegen.errors import PlanError
+from embforge.codegen.params import CudaParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.targets.arch import ARCHS, resident_threads
+from embforge.codegen.targets.cuda_geometry import geometry_of, min_blocks, run_of
+from embforge.codegen.targets.cuda_launch import (
+    QUEUE_COUNTERS,
+    QUEUE_RECORD,
+    UNIT,
+    launch_of,
+    main_symbols,
+    scratch_width,
+    status_size,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+def spec_of(dim: int = 64, dtype: str = "fp32", pooling: str = "sum", **feature: object) -> CollectionSpec:
+    table = TableSpec("t", 1000, dim, dtype)  # type: ignore[arg-type]
+    return CollectionSpec((table,), (FeatureSpec("f", "t", pooling, **feature),), name="one")  # type: ignore[arg-type]
+
+
+def plan_of(spec: CollectionSpec, arch: str = "sm_90", id_dtype: str = "int64", **params: object) -> Plan:
+    return Plan("forward", "cuda", arch, id_dtype, spec, CudaParams(**params))  # type: ignore[arg-type]
+
+
+def mixed() -> CollectionSpec:
+    return CollectionSpec.from_toml(ROOT / "examples/specs/mixed.toml")
+
+
+def test_inline_ptx_and_vector_types_are_in_the_primitives_alone() -> None:
+    for arch in ARCHS:
+        text = source_of(plan_of(mixed(), arch))
+        head, rest = text.split("// ==== primitives", 1)
+        primitives, rest = rest.split("// ==== end of primitives", 1)
+        assert "asm" in primitives
+        assert not re.search(r"\basm\b|\buint4\b|__ldg|\bfloat4\b", head + rest)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_every_plan_field_acts_on_the_text(arch: str) -> None:
+    def body(plan: Plan) -> str:  # without what names the plan, and so differs anyway
+        return "\n".join(line for line in source_of(plan).replace(plan.uri, "URI").splitlines() if "Plan:" not in line)
+
+    default = plan_of(mixed(), arch)
+    for item in fields(CudaParams):
+        texts = set()
+        for value in item.metadata["choices"]:
+            try:
+                texts.add(body(plan_of(mixed(), arch, **{item.name: value})))
+            except PlanError as error:
+                assert item.name in str(error)
+        assert len(texts) > 1, item.name
+    assert body(default) == body(plan_of(mixed(), arch))
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "arch", "vector"),
+    [
+        (128, "fp32", "sm_90", 16),
+        (128, "fp32", "sm_100", 32),
+        (20, "fp32", "sm_100", 16),
+        (16, "fp8_e4m3", "sm_100", 16),
+        (33, "fp32", "sm_90", 16),
+        (33, "bf16", "sm_90", 8),
+        (7, "fp32", "sm_90", 4),
+        (7, "fp16", "sm_90", 2),
+        (3, "fp8_e4m3", "sm_90", 1),
+        (1, "fp32", "sm_90", 4),
+    ],
+)
+def test_vector_is_the_widest_that_rows_allow(dim: int, dtype: str, arch: str, vector: int) -> None:
+    (geometry,) = geometry_of(plan_of(spec_of(dim, dtype), arch))
+    assert geometry.vector == vector
+
+
+@pytest.mark.parametrize("block", [128, 256, 512])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp8_e4m3"])
+def test_lanes_groups_and_tiles_cover_every_row(dtype: str, block: int) -> None:
+    for dim in [*range(1, 70), 100, 127, 129, 260, 516, 1000, 1001, 1028, 4096, 16384]:
+        (g,) = geometry_of(plan_of(spec_of(dim, dtype), block=block, bags_per_block=128))
+        assert g.lanes * g.tiles >= g.vectors > g.lanes * (g.tiles - 1)
+        assert g.groups * g.lanes <= block
+        assert g.vectors * g.elements >= dim
+        assert g.groups * g.lanes / block > 0.7
+        assert g.window >= g.rows >= 1
+        assert g.window % g.rows == 0
+        assert g.run & (g.run - 1) == 0
+        assert g.min_run & (g.min_run - 1) == 0
+
+
+def test_stores_are_as_wide_as_columns_allow() -> None:
+    tables = (TableSpec("a", 10, 16), TableSpec("b", 10, 3), TableSpec("c", 10, 16))
+    aligned = CollectionSpec(tables[:1], (FeatureSpec("f", "a"),), name="x")
+    shifted = CollectionSpec(tables, (FeatureSpec("f", "a"), FeatureSpec("g", "b"), FeatureSpec("h", "c")), name="x")
+    assert geometry_of(plan_of(aligned))[0].store == 16
+    assert geometry_of(plan_of(shifted))[0].store == 4
+    assert geometry_of(plan_of(replace(aligned, output_dtype="bf16")))[0].store == 8
+    sequence = CollectionSpec(
+        tables[:2], (FeatureSpec("f", "a", "none"), FeatureSpec("g", "b", "none")), name="x"
+    )
+    assert [g.store for g in geometry_of(plan_of(sequence))] == [4, 4]
+
+
+def test_wide_buckets_get_their_own_kernel() -> None:
+    plan = plan_of(mixed())
+    assert main_symbols(plan) == (plan.uri, f"{plan.uri}_wide")
+    assert main_symbols(plan_of(spec_of(64, "fp8_e4m3"))) == (plan_of(spec_of(64, "fp8_e4m3")).uri,)
+    text = source_of(plan)
+    for wide in (False, True):
+        assert f"__launch_bounds__(THREADS, {min_blocks(plan, wide)})" in text
+    assert min_blocks(plan_of(mixed(), block=128), False) == 8
+
+
+def test_launch_of_counts_blocks_as_the_kernel_does() -> None:
+    plan = plan_of(spec_of(64))
+    (g,) = geometry_of(plan)
+    for batch in (1, 15, 63, 64, 1000, 4096, 65536):
+        run = run_of(g, batch)
+        assert g.min_run <= run <= g.run
+        assert run == g.min_run or run * 16 <= batch
+        (kernel,) = launch_of(plan, batch, 10).kernels
+        assert kernel.grid == -(-batch // run)
+    concat = plan_of(spec_of(64, pooling="concat", hotness=5))
+    (g,) = geometry_of(concat)
+    assert launch_of(concat, 100, 50).kernels[0].grid == -(-500 // g.run)
+    none = plan_of(spec_of(64, pooling="none"))
+    (g,) = geometry_of(none)
+    assert [launch_of(none, 10, n).kernels[0].grid for n in (0, g.run, g.run + 1)] == [1, 1, 2]
+    assert launch_of(none, 0, 0).kernels == ()
+
+
+def test_long_bags_are_launched_only_where_one_can_be() -> None:
+    plan = plan_of(spec_of(64), long_bag=1024)
+    assert [k.symbol for k in launch_of(plan, 8, 1024).kernels] == [plan.uri]
+    assert launch_of(plan, 8, 1024).queue_words == launch_of(plan, 8, 1024).scratch_floats == 0
+    work = launch_of(plan, 8, 1_000_000)
+    assert [k.symbol for k in work.kernels] == [plan.uri, f"{plan.uri}_long", f"{plan.uri}_merge"]
+    most_bags = 1_000_000 // 1025
+    assert work.queue_words == QUEUE_COUNTERS + QUEUE_RECORD * most_bags
+    assert work.scratch_floats == (1_000_000 // UNIT + most_bags) * scratch_width(plan)
+    # No split of so many ids into long bags has more bags or units than the buffers hold.
+    for length in (1025, 4096, 4097, 8192, 500_000, 1_000_000):
+        bags = 1_000_000 // length
+        assert bags <= most_bags
+        assert bags * -(-length // UNIT) <= 1_000_000 // UNIT + most_bags
+    assert launch_of(plan_of(spec_of(64, pooling="none")), 8, 1_000_000).queue_words == 0
+
+
+def test_too_much_shared_memory_is_a_plan_error_naming_the_fields() -> None:
+    spec = CollectionSpec(
+        (TableSpec("a", 2**33, 1), TableSpec("b", 10, 128, "fp8_e4m3")),
+        (FeatureSpec("f", "a", weighted=True), FeatureSpec("g", "b", weighted=True)),
+        name="x",
+    )
+    with pytest.raises(PlanError, match=r"id_tile=2048.*bytes of shared memory.*allowed: 49152"):
+        source_of(plan_of(spec, "sm_100", block=512, id_tile=2048, bags_per_block=1024))
+
+
+def test_unknown_arch_is_a_plan_error_naming_the_known() -> None:
+    with pytest.raises(PlanError, match=r"arch='sm_61'.*allowed: sm_75"):
+        source_of(plan_of(spec_of(), "sm_61"))
+
+
+def test_rows_past_two_to_the_31_are_staged_in_64_bits() -> None:
+    big = CollectionSpec((TableSpec("t", 2**31, 4),), (FeatureSpec("f", "t"),), name="x")
+    assert re.search(r"using row_t = int64_t", source_of(plan_of(big)))
+    assert re.search(r"using row_t = int32_t", source_of(plan_of(spec_of())))
+
+
+def test_arguments_and_status_are_those_of_the_signature() -> None:
+    text = source_of(plan_of(spec_of(), id_dtype="int32"))
+    assert "using id_t = int32_t" in text
+    struct = text.split("struct Arguments {")[1].split("}")[0]
+    assert [line.split()[-1].rstrip(";") for line in struct.strip().splitlines()] == [
+        a.name for a in arguments_of("cuda")
+    ]
+    assert f"enum Mistake {{ {', '.join(MISTAKES)} }}" in text
+    assert status_size() == len(MISTAKES) * len(STATUS_WORDS)
+
+
+def test_occupancy_follows_registers_shared_memory_and_limits() -> None:
+    sm_90, sm_86 = ARCHS["sm_90"], ARCHS["sm_86"]
+    assert resident_threads(sm_90, 256, 32, 0) == 2048
+    assert resident_threads(sm_90, 256, 64, 0) == 1024
+    assert resident_threads(sm_90, 256, 65, 0) == 768
+    assert resident_threads(sm_90, 512, 62, 0) == 1024  # FBGEMM's kernel: 50 %
+    assert resident_threads(sm_90, 256, 32, 48 * 1024) == 4 * 256
+    assert resident_threads(sm_86, 256, 32, 0) == 1536

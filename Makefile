@@ -29,6 +29,7 @@ soak: $(READY) ## kills, fuzzing and long runs
 	HYPOTHESIS_PROFILE=soak $(RUN)python -m pytest -m "soak or hypothesis"
 
 bench: $(READY) $(PEERS) ## the CPU kernels beside torch and FBGEMM; writes dated JSON
+	$(RUN)python -m benchmarks.build_times
 	$(RUN)python -m benchmarks.run
 
 lint: $(READY) typing ## ruff, format, types

@@ -18,7 +18,9 @@ def describe(plan: Plan) -> list[str]:
     for placed in layout.features:
         feature, table = placed.feature, layout.tables[placed.table_index]
         notes = [
-            f"columns {placed.column}..{placed.column + placed.width - 1}" if placed.column is not None else "a row an id",
+            f"columns {placed.column}..{placed.column + placed.width - 1}"
+            if placed.column is not None
+            else "a row an id",
             *(["weighted"] if feature.weighted else []),
             *([f"padding {feature.padding_idx}"] if feature.padding_idx is not None else []),
         ]

@@ -126,8 +126,7 @@ class CollectionSpec:
             table = by_name.get(feature.table)
             if table is None:
                 raise SpecError(
-                    f"feature {feature.name!r}: table={feature.table!r} does not exist; "
-                    f"allowed: {', '.join(by_name)}"
+                    f"feature {feature.name!r}: table={feature.table!r} does not exist; allowed: {', '.join(by_name)}"
                 )
             if feature.padding_idx is not None and not 0 <= feature.padding_idx < table.num_embeddings:
                 raise SpecError(

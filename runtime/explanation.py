@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from embforge.codegen.build import locate
 from embforge.codegen.buckets import Bucket
+from embforge.codegen.build import locate
 from embforge.codegen.plan import Plan
 from embforge.collection import EmbeddingCollection
 

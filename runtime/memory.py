@@ -1,4 +1,4 @@
-"""Big blocks of host memory: what the operating system should know of them, and results that are made anew each call."""
+"""Big blocks of host memory: what the system should know of them, and results that every call makes anew."""
 
 from __future__ import annotations
 

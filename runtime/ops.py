@@ -81,8 +81,8 @@ def _program(text: str) -> Program:
 
 def _refuse_backward(context: Any, *gradients: Tensor) -> Any:
     raise RuntimeError(
-        "embforge::lookup has no backward yet: this version runs forward only. Leave requires_grad=False on the tables, "
-        "or detach the result"
+        "embforge::lookup has no backward yet: this version runs forward only. "
+        "Leave requires_grad=False on the tables, or detach the result"
     )
 
 

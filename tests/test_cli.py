@@ -250,9 +250,9 @@ def test_examples_are_what_they_promise() -> None:
 
 
 def test_params_are_read_as_written() -> None:
-    for text in ("stream_stores=True", "stream_stores = true"):
-        assert params_of("cpu", [text]) == CpuParams(stream_stores=True)
+    for text in ("prefetch_level=1", "prefetch_level = 1"):
+        assert params_of("cpu", [text]) == CpuParams(prefetch_level=1)
     expected = CudaParams(pipeline=(8, 2), cache_hint="default")
     assert params_of("cuda", ["pipeline=(8,2)", "cache_hint=default"]) == expected
-    with pytest.raises(PlanError, match="stream_stores='maybe'"):
-        params_of("cpu", ["stream_stores=maybe"])
+    with pytest.raises(PlanError, match="prefetch_level='maybe'"):
+        params_of("cpu", ["prefetch_level=maybe"])

@@ -79,7 +79,9 @@ def test_registers_of_the_usual_table_beside_fbgemm(record_property: Any) -> Non
     plan = plan_of(spec, "sm_90")
     kernel = next(k for k in check_figures(plan) if k["symbol"] == plan.uri)
     record_property("sm_90 fp32 D=128 sum", f"{kernel['registers']} registers, {kernel['occupancy']:.1%} occupancy")
-    print(f"sm_90 fp32 D=128 sum: {kernel['registers']} registers, occupancy {kernel['occupancy']:.1%}; FBGEMM: 62, 50 %")
+    print(
+        f"sm_90 fp32 D=128 sum: {kernel['registers']} registers, occupancy {kernel['occupancy']:.1%}; FBGEMM: 62, 50 %"
+    )
     assert kernel["registers"] <= FBGEMM_SM90[0]
     assert kernel["occupancy"] >= FBGEMM_SM90[1]
 
@@ -125,13 +127,13 @@ def test_loads_before_the_first_use_are_counted() -> None:
 
 def test_a_compile_error_shows_the_log_beside_numbered_lines(tmp_path: Path) -> None:
     path = tmp_path / "broken.cu"
-    path.write_text("// one\n// two\nextern \"C\" __global__ void k() { undefined_name = 1; }\n// four\n")
+    path.write_text('// one\n// two\nextern "C" __global__ void k() { undefined_name = 1; }\n// four\n')
     with pytest.raises(CompileError) as caught:
         nvrtc.compile_cubin(path, "sm_90")
     message = str(caught.value)
     assert str(path) in message
     assert "undefined_name" in message
-    assert ">     3 | extern \"C\"" in message
+    assert '>     3 | extern "C"' in message
     assert "      2 | // two" in message
 
 

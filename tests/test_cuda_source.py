@@ -110,9 +110,7 @@ def test_stores_are_as_wide_as_columns_allow() -> None:
     assert geometry_of(plan_of(aligned))[0].store == 16
     assert geometry_of(plan_of(shifted))[0].store == 4
     assert geometry_of(plan_of(replace(aligned, output_dtype="bf16")))[0].store == 8
-    sequence = CollectionSpec(
-        tables[:2], (FeatureSpec("f", "a", "none"), FeatureSpec("g", "b", "none")), name="x"
-    )
+    sequence = CollectionSpec(tables[:2], (FeatureSpec("f", "a", "none"), FeatureSpec("g", "b", "none")), name="x")
     assert [g.store for g in geometry_of(plan_of(sequence))] == [4, 4]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_short_calls_are_repeated_until_a_sample_is_long_enough() -> None:
 def test_no_contender_runs_on_the_batch_used_just_before() -> None:
     _, world = timed(0.0004, 0.002, 0.003)
     batches = [batch for _, batch in world.log]
-    assert all(a != b for a, b in zip(batches, batches[1:], strict=False))
+    assert all(a != b for a, b in itertools.pairwise(batches))
     assert set(batches) == set(range(len(BATCHES)))
 
 

@@ -11,11 +11,15 @@ if TYPE_CHECKING:
 
 def resource_table(records: Iterable[dict[str, Any]]) -> Table:
     """A line a symbol of each kernel: registers, spills, shared memory, occupancy, bytes in flight."""
+    from rich import box
     from rich.table import Table
 
-    table = Table("arch", "ids", "kernel", title="What NVRTC made of it, per GPU generation", title_justify="left")
-    for heading in ("registers", "spilled", "shared", "occupancy", "in flight / SM"):
-        table.add_column(heading, justify="right")
+    title = "What NVRTC made of it, per GPU generation"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("arch", "ids", "kernel"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("registers", "spilled", "shared", "occupancy", "in flight/SM"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for record in records:
         for number, symbol in enumerate(record["symbols"]):
             table.add_row(

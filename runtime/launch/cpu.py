@@ -20,7 +20,6 @@ from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.metadata import Metadata
 from embforge.memory import SMALL, Results
 
-
 # What the kernel returns.
 OK, BAD_OFFSETS, BAD_ID, NO_MEMORY = 0, 1, 2, 3
 

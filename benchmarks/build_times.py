@@ -1,0 +1,69 @@
+"""How long a spec takes to become a kernel: `python -m benchmarks.build_times`.
+
+Every figure is the median of fresh processes: cold with an empty cache, then from the cache. "with imports" counts
+from the first line of Python on, "build" from the spec file to the binary on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from rich.console import Console
+from rich.table import Table
+
+WORK = """
+import time
+start = time.perf_counter()
+import json, sys
+from embforge.codegen.build import build
+from embforge.codegen.cli.common import load_spec
+from embforge.codegen.params import PARAMS
+from embforge.codegen.plan import Plan
+from embforge.codegen.targets import target_named
+name, target, arch = sys.argv[1:]
+target_named(target)  # imports the target
+imported = time.perf_counter()
+built = build(Plan("forward", target, arch, "int64", load_spec(name), PARAMS[target]()))
+done = time.perf_counter()
+print(json.dumps({"build": done - imported, "all": done - start, "cached": built.cached}))
+"""
+CASES = (("dlrm", "cuda", "sm_90"), ("dlrm", "cuda", "sm_100"), ("mixed", "cuda", "sm_90"), ("dlrm", "cpu", "avx2"))
+ROUNDS = 5
+
+
+def main() -> None:
+    """Prints the table."""
+    table = Table("spec", "target", "arch", title=f"spec to binary, medians of {ROUNDS} fresh processes")
+    for heading in ("cold build", "cold with imports", "cached build", "cached with imports"):
+        table.add_column(heading, justify="right")
+    for case in CASES:
+        cold, cached = [], []
+        for _ in range(ROUNDS):
+            with tempfile.TemporaryDirectory(prefix="embforge-") as directory:
+                cold.append(_run(case, directory))
+                cached.append(_run(case, directory))
+        assert not any(run["cached"] for run in cold) and all(run["cached"] for run in cached)
+        table.add_row(*case, *(_median(runs, field) for runs in (cold, cached) for field in ("build", "all")))
+    Console().print(table)
+
+
+def _run(case: tuple[str, str, str], cache: str) -> dict[str, float]:
+    environment = {**os.environ, "EMBFORGE_CACHE_DIR": cache}
+    answer = subprocess.run(
+        [sys.executable, "-c", WORK, *case], env=environment, capture_output=True, text=True, check=True
+    )
+    result: dict[str, float] = json.loads(answer.stdout)
+    return result
+
+
+def _median(runs: list[dict[str, float]], field: str) -> str:
+    return f"{statistics.median(run[field] for run in runs) * 1e3:,.0f} ms"
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ PACKAGES = (
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime",
     "nvidia-cuda-cuobjdump",
+    "nvidia-cuda-nvdisasm",
     "jinja2",
     "numpy",
     "pydantic",

@@ -1,7 +1,8 @@
 """How long a spec takes to become a kernel: `python -m benchmarks.build_times`.
 
 Every figure is the median of fresh processes: cold with an empty cache, then from the cache. "with imports" counts
-from the first line of Python on, "build" from the spec file to the binary on disk.
+from the first line of Python on, "build" from the spec file to the binary on disk. "build" is held against the limits
+below: a new spec for a GPU must not break a train of thought, a known one must not be felt.
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ print(json.dumps({"build": done - imported, "all": done - start, "cached": built
 """
 CASES = (("dlrm", "cuda", "sm_90"), ("dlrm", "cuda", "sm_100"), ("mixed", "cuda", "sm_90"), ("dlrm", "cpu", "avx2"))
 ROUNDS = 5
+COLD_SECONDS = {("dlrm", "cuda"): 2.0}
+"""Longest cold build, by spec and target; the others have no limit."""
+CACHED_SECONDS = 0.020
+"""Longest build from the cache, of anything."""
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, then a line for every limit: met or missed."""
+    verdicts = []
     table = Table("spec", "target", "arch", title=f"spec to binary, medians of {ROUNDS} fresh processes")
     for heading in ("cold build", "cold with imports", "cached build", "cached with imports"):
         table.add_column(heading, justify="right")
@@ -48,8 +54,22 @@ def main() -> None:
                 cold.append(_run(case, directory))
                 cached.append(_run(case, directory))
         assert not any(run["cached"] for run in cold) and all(run["cached"] for run in cached)
-        table.add_row(*case, *(_median(runs, field) for runs in (cold, cached) for field in ("build", "all")))
+        table.add_row(*case, *(_shown(_median(runs, field)) for runs in (cold, cached) for field in ("build", "all")))
+        verdicts += verdicts_of(case, _median(cold, "build"), _median(cached, "build"))
     Console().print(table)
+    for verdict in verdicts:
+        Console().print(verdict, highlight=False, soft_wrap=True)
+
+
+def verdicts_of(case: tuple[str, str, str], cold: float, cached: float) -> list[str]:
+    """A line for each limit on the case: pass or miss, what was measured (seconds) and what is allowed."""
+    spec, target, _ = case
+    limits = [("cold", cold, COLD_SECONDS.get((spec, target))), ("cached", cached, CACHED_SECONDS)]
+    return [
+        f"{'pass' if taken <= limit else 'MISS'}  {' '.join(case)}: {kind} build {_shown(taken)}, at most {_shown(limit)}"
+        for kind, taken, limit in limits
+        if limit is not None
+    ]
 
 
 def _run(case: tuple[str, str, str], cache: str) -> dict[str, float]:
@@ -61,8 +81,12 @@ def _run(case: tuple[str, str, str], cache: str) -> dict[str, float]:
     return result
 
 
-def _median(runs: list[dict[str, float]], field: str) -> str:
-    return f"{statistics.median(run[field] for run in runs) * 1e3:,.0f} ms"
+def _median(runs: list[dict[str, float]], field: str) -> float:
+    return statistics.median(run[field] for run in runs)
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
 
 
 if __name__ == "__main__":

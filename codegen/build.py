@@ -37,18 +37,21 @@ def source_of(plan: Plan) -> str:
     return render(target.template, target.facts(plan))
 
 
-def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False) -> Built:
+def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False, ahead_of_time: bool = False) -> Built:
     """The plan's kernel: from `kernels` (or `EMBFORGE_KERNELS`), else the cache, else compiled.
 
     `MissingKernelError` if it would have to be compiled and `EMBFORGE_JIT=0`, or if the given directory holds a
     stale or damaged one; `CompileError` and `ToolchainError` come from the target.
+
+    `ahead_of_time` is for `embforge gen`, the remedy those errors name: it reads neither variable, so that a stale
+    directory or a forbidden compiler cannot keep it from making the kernel.
     """
     target, source = target_named(plan.target), source_of(plan)
-    directory = kernels or _directory_from_environment()
+    directory = kernels or (None if ahead_of_time else _directory_from_environment())
     if directory is not None and (record := manifest.find_kernel(directory, plan, source)):
         figures = record["symbols"] if resources else []
         return Built(plan, directory / record["source"], directory / record["binary"], figures, cached=True)
-    if _jit_allowed():
+    if ahead_of_time or jit_allowed():
         entry, cached = cache.fetch(_recipe(plan, target, source))
     else:
         entry, cached = _cached_or_refuse(plan, target, source, directory), True
@@ -65,11 +68,17 @@ def locate(plan: Plan, *, kernels: Path | None = None) -> Path | None:
     return entry.binary if entry else None
 
 
+def jit_allowed() -> bool:
+    """Whether a missing kernel may be compiled: not if `EMBFORGE_JIT` is 0, false, no or off."""
+    return os.environ.get("EMBFORGE_JIT", "1").strip().lower() not in ("0", "false", "no", "off")
+
+
 def build_many(
     plans: Iterable[Plan],
     *,
     kernels: Path | None = None,
     resources: bool = False,
+    ahead_of_time: bool = False,
     progress: Callable[[Built], None] | None = None,
     workers: int | None = None,
 ) -> list[Built]:
@@ -79,7 +88,8 @@ def build_many(
     """
     plans = list(plans)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        futures = [pool.submit(build, plan, kernels=kernels, resources=resources) for plan in plans]
+        one = functools.partial(build, kernels=kernels, resources=resources, ahead_of_time=ahead_of_time)
+        futures = [pool.submit(one, plan) for plan in plans]
         try:
             for future in as_completed(futures):
                 built = future.result()
@@ -124,10 +134,6 @@ def _directory_from_environment() -> Path | None:
     return Path(chosen).expanduser() if chosen else None
 
 
-def _jit_allowed() -> bool:
-    return os.environ.get("EMBFORGE_JIT", "1") != "0"
-
-
 def _cached(plan: Plan, target: Target, source: str) -> cache.Entry | None:
     try:
         recipe = _recipe(plan, target, source)
@@ -142,7 +148,6 @@ def _cached_or_refuse(plan: Plan, target: Target, source: str, directory: Path |
         return entry
     looked = f"{directory} and the cache" if directory else "the cache"
     raise MissingKernelError(
-        f"kernel {plan.uri} is not in {looked}, and EMBFORGE_JIT=0 forbids compiling it; make it beforehand by "
-        f"`embforge gen SPEC --target {plan.target} --arch {plan.arch} --out {directory or 'DIR'}` "
-        f"and set EMBFORGE_KERNELS={directory or 'DIR'}"
+        f"kernel {plan.uri} is not in {looked}, and EMBFORGE_JIT={os.environ['EMBFORGE_JIT']} forbids compiling it; "
+        f"make it beforehand by `{manifest.gen_command(plan, directory)}` and set EMBFORGE_KERNELS={directory or 'DIR'}"
     )

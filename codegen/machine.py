@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,11 +26,14 @@ COMPILERS = ("g++", "clang++", "c++")
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: where it is and what it calls itself."""
+    """A C++ compiler: where it is, what it calls itself and how to run it."""
 
     path: str
+    """The program itself, for display."""
     version: str
     """First line of `--version`: part of every CPU kernel's key, where a path would say nothing."""
+    command: tuple[str, ...]
+    """What to run: the path, then the further words of a CXX like `ccache g++`."""
 
 
 def host_isa() -> str:
@@ -43,16 +47,18 @@ def host_isa() -> str:
 def find_compiler(command: str | None = None) -> Compiler:
     """The C++ compiler: `command`, else `CXX`, else the first of g++, clang++ and c++ on the path.
 
-    `ToolchainError` names the remedy if there is none or it does not run.
+    A command may be several words, as in `ccache g++`. `ToolchainError` names the remedy if there is none or it does
+    not run.
     """
     wanted = command or os.environ.get("CXX")
-    found = next((path for name in ([wanted] if wanted else COMPILERS) if (path := shutil.which(name))), None)
+    commands = [_words(wanted)] if wanted else [(name,) for name in COMPILERS]
+    found = next(((path, *rest) for name, *rest in commands if (path := shutil.which(name))), None)
     if found is None:
         raise ToolchainError(
             f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found; install one (Debian: apt install g++; "
             "macOS: xcode-select --install), or point CXX to one, or use backend='reference'"
         )
-    return Compiler(found, _first_line(found))
+    return Compiler(found[0], _first_line(found), found)
 
 
 def package_version(name: str) -> str | None:
@@ -86,12 +92,21 @@ def _x86_flags() -> frozenset[str]:
     return frozenset()
 
 
+def _words(command: str) -> tuple[str, ...]:
+    if shutil.which(command):  # a path may hold blanks
+        return (command,)
+    try:
+        return tuple(shlex.split(command)) or (command,)
+    except ValueError as error:
+        raise ToolchainError(f"the C++ compiler {command!r} is not a command ({error}); set CXX to one") from None
+
+
 @cache
-def _first_line(compiler: str) -> str:
-    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+def _first_line(command: tuple[str, ...]) -> str:
+    answer = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     if answer.returncode or not answer.stdout:
         raise ToolchainError(
-            f"the C++ compiler {compiler} does not run: {answer.stderr.strip() or 'no output'}; "
+            f"the C++ compiler {shlex.join(command)} does not run: {answer.stderr.strip() or 'no output'}; "
             "point CXX to one that does"
         )
     return answer.stdout.splitlines()[0].strip()

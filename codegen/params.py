@@ -18,15 +18,24 @@ def tunable(default: Any, choices: tuple[Any, ...], doc: str) -> Any:
 
 
 class _Checked:
-    """Refuses a value outside the field's choices, naming the field, the value and the choices."""
+    """Refuses a value outside the field's choices, naming the field, the value and the choices.
+
+    The type counts: 4096.0 and True are not the whole numbers they equal, and generated code would show it.
+    """
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
             value, choices = getattr(self, item.name), item.metadata["choices"]
-            if value not in choices:
+            if not any(_same(value, choice) for choice in choices):
                 raise PlanError(
                     f"plan field {item.name}={value!r} is not allowed; allowed: {', '.join(map(str, choices))}"
                 )
+
+
+def _same(value: Any, choice: Any) -> bool:
+    if isinstance(choice, tuple):
+        return type(value) is tuple and len(value) == len(choice) and all(map(_same, value, choice))
+    return type(value) is type(choice) and bool(value == choice)
 
 
 @dataclass(frozen=True)

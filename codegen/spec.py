@@ -43,10 +43,12 @@ def _spec_dataclass(cls: type[Any]) -> Any:
     @wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(allowed, args, strict=False)) | kwargs
-        where = f"{kind} {given['name']!r}" if given.get("name") is not None else kind
+        where = f"{kind} {given['name']!r}" if isinstance(given.get("name"), str) else kind
         for key in kwargs:
             if key not in allowed:
                 raise SpecError(f"{where}: unknown field {key!r}; allowed: {', '.join(allowed)}")
+            if key in allowed[: len(args)]:
+                raise SpecError(f"{where}: {key} is given twice, by position and by name; give it once")
         if len(args) > len(allowed):
             raise SpecError(f"{where}: {len(args)} positional values; allowed: {', '.join(allowed)}")
         try:
@@ -202,7 +204,14 @@ def json_schema() -> dict[str, Any]:
     output = TypeAdapter(OutputDtype).json_schema()
     tables["properties"]["num_embeddings"].update(minimum=1, maximum=MAX_ROWS)
     tables["properties"]["embedding_dim"].update(minimum=1, maximum=MAX_DIM)
+    _bound(features["properties"]["hotness"], 1, MAX_HOTNESS)
+    _bound(features["properties"]["padding_idx"], 0, MAX_ROWS - 1)
+    features["allOf"] = [
+        _if_pooling("concat", {"required": ["hotness"], "properties": {"hotness": {"type": "integer"}}}),
+        _if_pooling("max", {"properties": {"weighted": {"const": False}}}),
+    ]
     for schema in (tables, features):
+        schema["additionalProperties"] = False
         schema["properties"]["name"]["pattern"] = f"^{NAME_PATTERN.pattern}$"
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -217,6 +226,17 @@ def json_schema() -> dict[str, Any]:
             "feature": {"type": "array", "minItems": 1, "items": features},
         },
     }
+
+
+def _bound(schema: dict[str, Any], low: int, high: int) -> None:
+    """Bounds the whole number in an optional field's schema."""
+    for option in schema["anyOf"]:
+        if option["type"] == "integer":
+            option.update(minimum=low, maximum=high)
+
+
+def _if_pooling(pooling: str, then: dict[str, Any]) -> dict[str, Any]:
+    return {"if": {"required": ["pooling"], "properties": {"pooling": {"const": pooling}}}, "then": then}
 
 
 def _check_name(kind: str, name: str) -> None:

@@ -33,7 +33,7 @@ class Case:
     """How to draw one batch."""
 
     batch: int
-    lengths: Literal["usual", "one", "none", "edges", "long"] = "usual"
+    lengths: Literal["usual", "one", "none", "edges", "deep", "long"] = "usual"
     ids: Literal["uniform", "zipf", "same"] = "uniform"
     id_dtype: Literal["int32", "int64"] = "int64"
     weights: Literal["absent", "normal", "special"] = "normal"
@@ -62,8 +62,9 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.
         table = spec.table(feature.table)
         of_feature = _lengths(feature, table, case, generator)
         kind = (feature.pooling, feature.weighted, table.dtype)
-        if case.lengths == "long" and case.batch and feature.pooling not in ("none", "concat"):
-            first = kind not in kinds and VERY_LONG * table.embedding_dim * 4 <= VERY_LONG_WORK
+        if case.lengths in ("deep", "long") and case.batch and feature.pooling not in ("none", "concat"):
+            fits = VERY_LONG * table.embedding_dim * 4 <= VERY_LONG_WORK
+            first = case.lengths == "long" and kind not in kinds and fits
             of_feature[_below(case.batch, 1, generator)] = VERY_LONG if first else LONG
             kinds.add(kind)
         lengths.append(of_feature)

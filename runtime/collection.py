@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,11 @@ from embforge.codegen.machine import host_isa
 from embforge.codegen.params import PARAMS, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.inputs import CPU, Batch, normalise
-from embforge.launch.kernels import Kernel, Program, kernel_of
-from embforge.launch.metadata import Metadata, metadata_of
+from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
+from embforge.launch.kernels import Kernel, Program, kernel_of, loaded_kernel
+from embforge.launch.metadata import check_tables, metadata_of
 from embforge.storage.static import StaticTable
 
-BoundsCheck = Literal["error", "zero", "unchecked"]
 BackendName = Literal["cuda", "cpu", "reference"]
 DEVICES_OF: dict[str, tuple[str, ...]] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": ("cpu", "cuda")}
 """Which device types a backend works on."""
@@ -29,6 +28,7 @@ ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
 # Named once: every dot in the path to a function is a look-up, and small lookups are counted in microseconds.
 _address = Tensor.data_ptr
+_size = Tensor.numel
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -37,16 +37,13 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 _tracing_state = torch._C._get_tracing_state
 
 
-class _Ready:
-    """A kernel with the metadata of the tables as they lay when it was last called."""
+class _Ready(NamedTuple):
+    """A kernel's call with the metadata of the tables as they lay when it was made."""
 
-    __slots__ = ("addresses", "call", "kernel", "metadata")
-
-    def __init__(self, kernel: Kernel, metadata: Metadata) -> None:
-        self.kernel = kernel
-        self.call = kernel.__call__  # bound once: calling an object looks for it every time
-        self.metadata = metadata
-        self.addresses = metadata.addresses
+    addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+    call: Any
+    metadata: Any
 
 
 class _Tables(nn.Module):
@@ -84,12 +81,16 @@ class EmbeddingCollection(nn.Module):
         params: Params | None = None,
     ) -> None:
         super().__init__()
-        if bounds_check not in get_args(BoundsCheck):
-            raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(get_args(BoundsCheck))}")
+        if not isinstance(spec, CollectionSpec):
+            raise TypeError(
+                f"spec: got {type(spec).__name__}; allowed: CollectionSpec, see CollectionSpec.from_toml(path)"
+            )
+        if bounds_check not in BOUNDS_CHECKS:
+            raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
         self.spec = spec
         self.layout: CollectionLayout = layout_of(spec)
         self._has_sequence = bool(self.layout.sequence_features)
-        self.bounds_check = bounds_check
+        self._bounds_check: str = bounds_check
         device = torch.device(device)
         self.backend = _backend(backend, device)
         self.kernels = str(kernels) if kernels is not None else None
@@ -158,8 +159,10 @@ class EmbeddingCollection(nn.Module):
 
     def check(self) -> None:
         """Waits for the device and raises the error of an earlier call, if there is one (CUDA only has such)."""
-        for ready in self._ready.values():
-            ready.kernel.check()
+        for program in self._programs.values():
+            kernel = loaded_kernel(program)
+            if kernel is not None:
+                kernel.check()
 
     def plan(self, id_dtype: str = "int64") -> Plan:
         """The plan that a call with such ids runs."""
@@ -172,24 +175,32 @@ class EmbeddingCollection(nn.Module):
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch[0]
-        if _is_compiling() or _is_watched(tables, values):
+        if _is_compiling() or _is_watched(tables, values, batch[2]):
             return self._call_operator(tables, batch, sequence_rows)
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
-        if ready is None or ready.addresses != tuple(map(_address, tables)):
+        if ready is None or ready[0] != tuple(map(_address, tables)) or ready[1] != tuple(map(_size, tables)):
             if values.is_meta:  # nothing to read
                 return self._call_operator(tables, batch, sequence_rows)
-            ready = _Ready(kernel_of(self._program(batch)), metadata_of(tables, self.bounds_check))
-            self._ready[values.dtype] = ready
+            ready = self._make_ready(tables, batch)
         elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        return ready.call(ready.metadata, tables, batch, elements, self.bounds_check)
+        result: tuple[Tensor, Tensor | None] = ready[2](ready[3], tables, batch, elements, self._bounds_check)
+        return result
+
+    def _make_ready(self, tables: list[Any], batch: Batch) -> _Ready:
+        check_tables(self.layout, tables)
+        kernel: Kernel = kernel_of(self._program(batch))
+        metadata = metadata_of(tables, self._bounds_check)
+        ready = _Ready(tuple(map(_address, tables)), tuple(map(_size, tables)), kernel.__call__, metadata)
+        self._ready[batch.values.dtype] = ready
+        return ready
 
     def _call_operator(
         self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         rows, program = list(sequence_rows), self._program(batch)
         result: tuple[Tensor, Tensor] = ops.lookup(
-            batch.values, batch.offsets, batch.weights, tables, rows, program, self.bounds_check
+            batch.values, batch.offsets, batch.weights, tables, rows, program, self._bounds_check
         )
         return result
 
@@ -231,6 +242,11 @@ class EmbeddingCollection(nn.Module):
         return [table._parameters["weight"] for table in tables._modules.values()]
 
     @property
+    def bounds_check(self) -> str:
+        """What happens to an id outside its table. Chosen at construction."""
+        return self._bounds_check
+
+    @property
     def device(self) -> torch.device:
         """Where the tables are."""
         device: torch.device = self._weights()[0].device
@@ -254,12 +270,14 @@ class EmbeddingCollection(nn.Module):
         self._programs = self._program_texts()
 
 
-def _is_watched(tables: list[Any], values: Tensor) -> bool:
+def _is_watched(tables: list[Any], values: Tensor, weights: Tensor | None) -> bool:
     """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass."""
     if _is_grad_enabled():
         for table in tables:  # a loop: any() with a generator takes three times as long
             if table.requires_grad:
                 return True
+        if weights is not None and weights.requires_grad:
+            return True
     return (
         _dispatch_modes() > 0
         or _functorch_level() is not None

@@ -6,13 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 
 from embforge.codegen.buckets import Bucket
-from embforge.codegen.build import locate
+from embforge.codegen.build import jit_allowed, locate
+from embforge.codegen.manifest import gen_command
 from embforge.codegen.plan import Plan
 from embforge.collection import EmbeddingCollection
 
 
 def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
     """Backend, kernel and where it comes from, plan fields, buckets and memory. Compiles nothing."""
+    if not isinstance(module, EmbeddingCollection):
+        raise TypeError(f"explain takes an EmbeddingCollection, got {module!r}")
     plan = module.plan(id_dtype)
     sections = [
         [f"{module.extra_repr()} on {module.device}, bounds_check={module.bounds_check}"],
@@ -27,8 +30,14 @@ def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
 def _kernel(plan: Plan, kernels: str | None) -> list[str]:
     if plan.target == "reference":
         return ["kernel: none; plain torch operations"]
-    found = locate(plan, kernels=Path(kernels) if kernels else None)
-    place = f"loaded from {found}" if found else "not built yet: compiled at the first call"
+    directory = Path(kernels) if kernels else None
+    found = locate(plan, kernels=directory)
+    if found:
+        place = f"loaded from {found}"
+    elif jit_allowed():
+        place = "not built yet: compiled at the first call"
+    else:
+        place = f"missing, and EMBFORGE_JIT forbids compiling it; make it by `{gen_command(plan, directory)}`"
     return [f"kernel: {plan.uri}", place]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.nn.functional import pad
 
 from embforge.codegen.spec import CollectionSpec
 from embforge.jagged import Jagged
+
+BoundsCheck = Literal["error", "zero", "unchecked"]
+BOUNDS_CHECKS: tuple[str, ...] = get_args(BoundsCheck)
 
 _INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
 _INT32_MAX = 2**31 - 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
+from collections import deque
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ SMALL = WORTH_ASKING_BYTES // 4
 """Elements of a result that is surely too small to think about."""
 KEPT_BYTES = 32 << 20
 """Where the C library begins to give every freed block back to the system."""
+MOST_KEPT_BYTES = 256 << 20
+"""A block past this is not worth holding on to."""
 
 
 def ask_for_huge_pages(block: Tensor) -> None:
@@ -38,35 +42,51 @@ class Results:
     """Makes the result tensors of one kernel.
 
     The C library gives a block of 32 MB or more back to the system when it is freed, and the next one is zeroed
-    page by page again, which takes longer than many lookups. So the last such block is kept, and used again
-    once nobody holds the result that was in it: no tensor, view, array or storage.
+    page by page again, which takes longer than many lookups. So two such blocks are kept (a loop holds its last
+    result while it makes the next) and used again once nobody holds what was in them: no tensor, view, array,
+    storage or other process.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         # Results are made like this one: quicker than naming dtype and device in every call.
         self.like = torch.empty(0, dtype=dtype, device="cpu")
         self._lock = threading.Lock()
-        self._kept: Tensor | None = None
-        self._unheld: tuple[int, int] = (0, 0)
+        self._kept: deque[_Block] = deque(maxlen=2)
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised contiguous tensor that nobody else holds."""
-        size = self.like.itemsize
-        for extent in shape:
-            size *= extent
+        elements = math.prod(shape)
+        size = elements * self.like.itemsize
         if size < WORTH_ASKING_BYTES:
             return self.like.new_empty(*shape)
-        if size < KEPT_BYTES:
-            block = self.like.new_empty(*shape)
-            ask_for_huge_pages(block)
-            return block
+        if not KEPT_BYTES <= size <= MOST_KEPT_BYTES:
+            fresh = self.like.new_empty(*shape)
+            ask_for_huge_pages(fresh)
+            return fresh
         with self._lock:  # or two threads could find the same block unheld
-            kept = self._kept
-            if kept is None or kept.nbytes != size or _holders(kept) != self._unheld:
-                self._kept = kept = self.like.new_empty(size // self.like.itemsize)
-                ask_for_huge_pages(kept)
-                self._unheld = _holders(kept)
-            return self.like.new_empty(0).set_(kept.untyped_storage(), 0, shape)  # type: ignore[call-overload, no-any-return]
+            unheld = self._unheld(size)
+            block = self._new(elements) if unheld is None else unheld
+            result: Tensor = self.like.new_empty(0).set_(block.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+            return result
+
+    def _unheld(self, size: int) -> Tensor | None:
+        for block, alone in self._kept:
+            if block.nbytes == size and _holders(block) == alone and not block.untyped_storage().is_shared():
+                return block
+        return None
+
+    def _new(self, elements: int) -> Tensor:
+        block = self.like.new_empty(elements)
+        ask_for_huge_pages(block)
+        self._kept.append(_Block(block, _holders(block)))
+        return block
+
+
+class _Block(NamedTuple):
+    """Memory that is kept, and its holders when nobody but we held it."""
+
+    tensor: Tensor
+    alone: tuple[int, int]
 
 
 def _holders(block: Tensor) -> tuple[int, int]:

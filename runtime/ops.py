@@ -14,9 +14,12 @@ from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout
-from embforge.inputs import Batch
+from embforge.codegen.plan import Plan
+from embforge.inputs import BOUNDS_CHECKS, Batch
 from embforge.launch.kernels import Program, kernel_of
-from embforge.launch.metadata import metadata_of
+from embforge.launch.metadata import check_tables, metadata_of
+
+_FP32 = torch.float32
 
 LOOKUP = (
     "lookup(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[] sequence_rows, "
@@ -36,6 +39,8 @@ def _lookup(
 ) -> tuple[Tensor, Tensor]:
     kernel = kernel_of(program)
     layout = kernel.plan.layout
+    _check_arguments(kernel.plan, values, offsets, weights, bounds_check)
+    check_tables(layout, tables)
     batch = Batch(values, offsets, weights, (offsets.numel() - 1) // len(layout.features), None)
     _check_sequence_rows(layout, batch, sequence_rows)
     elements = sequence_elements(layout, sequence_rows)
@@ -57,6 +62,30 @@ def _lookup_fake(
     batch = (offsets.numel() - 1) // len(plan.spec.features)
     pooled = values.new_empty((batch, plan.layout.output_width), dtype=dtype)
     return pooled, values.new_empty(sequence_elements(plan.layout, sequence_rows), dtype=dtype)
+
+
+def _check_arguments(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> None:
+    """What a caller of the module has from `normalise` and a caller of the operator must see to."""
+    id_dtype = getattr(torch, DTYPES[plan.id_dtype].torch_name)
+    for name, tensor, dtype in (
+        ("values", values, id_dtype),
+        ("offsets", offsets, id_dtype),
+        ("weights", weights, _FP32),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype and plan.target != "reference":
+            raise TypeError(f"{name}: dtype {tensor.dtype} does not fit the program; allowed: {dtype}")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: 1-D, contiguous"
+            )
+    if weights is not None and weights.numel() != values.numel():
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
+    if (offsets.numel() - 1) % len(plan.spec.features) or offsets.numel() == 0:
+        raise ValueError(f"offsets: length {offsets.numel()} does not fit {len(plan.spec.features)} features")
+    if bounds_check not in BOUNDS_CHECKS:
+        raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
 
 
 def _check_sequence_rows(layout: CollectionLayout, batch: Batch, sequence_rows: Sequence[int]) -> None:

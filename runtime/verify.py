@@ -14,6 +14,7 @@ from embforge.against_torch import differences_from_torch
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.build import build_many
 from embforge.codegen.dtypes import ID_DTYPES
+from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.params import PARAMS, Params
 from embforge.codegen.plan import Plan
@@ -79,8 +80,14 @@ def verify(
     """Runs backend `on` over batches that look for trouble, with every thread count, and compares.
 
     `params`: the plan fields to run, with both id dtypes; None runs the default and a set in which any two choices
-    of any two fields meet. Raises only if a kernel cannot be built; a difference is a row that did not pass.
+    of any two fields meet. A difference is a row that did not pass. Raises only if a kernel cannot be built, and
+    `ToolchainError` if `on` is "cuda" and there is none.
     """
+    if on == "cuda" and not torch.cuda.is_available():
+        raise ToolchainError(
+            "verify --on cuda needs a CUDA device and a torch built for it; none is here; use --on cpu, "
+            "or `embforge gen` to compile for GPUs without one"
+        )
     tell = progress or (lambda what, done, total: None)
     device = torch.device("cuda" if on == "cuda" else "cpu")
     plans = plans_to_verify(spec, on, arch_of(on, device), params)

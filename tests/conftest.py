@@ -14,8 +14,12 @@ ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 
 @pytest.fixture(scope="session", autouse=True)
 def _test_cache() -> None:
-    """Tests share one kernel cache of their own, so that they neither use nor fill the user's."""
-    os.environ.setdefault("EMBFORGE_CACHE_DIR", str(ROOT / ".pytest_cache" / "embforge"))
+    """Tests share one kernel cache of their own, so that they neither use nor fill the user's.
+
+    EMBFORGE_TEST_CACHE_DIR moves it. Workers of pytest-xdist come to the same place by themselves.
+    """
+    chosen = os.environ.get("EMBFORGE_TEST_CACHE_DIR")
+    os.environ["EMBFORGE_CACHE_DIR"] = chosen or str(ROOT / ".pytest_cache" / "embforge")
     os.environ.pop("EMBFORGE_KERNELS", None)
     os.environ.pop("EMBFORGE_JIT", None)
 

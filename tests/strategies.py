@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 
 from embforge.cases import Case
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
+from embforge.codegen.params import CpuParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 
+LENGTHS = ["usual", "one", "none", "edges"] * 3 + ["deep"]
+"""Bags past 4096 ids, where the canonical sum has a third level, are dear: one batch in thirteen has some."""
+CPU_PARAMS = (
+    CpuParams(),
+    CpuParams(prefetch_bytes=0, tile_vectors=2, grain_bytes=16384),
+    CpuParams(prefetch_bytes=1024, prefetch_level=1, tile_vectors=16, grain_bytes=262144),
+)
+"""Few, because each is a compilation; `verify` covers all pairs of choices."""
 DIMS = st.one_of(st.integers(1, 40), st.sampled_from([64, 100, 128, 257, 1000]))
 
 
@@ -52,7 +61,7 @@ def specs(
 def cases(draw: st.DrawFn, most_samples: int = 9) -> Case:
     return Case(
         batch=draw(st.integers(0, most_samples)),
-        lengths=draw(st.sampled_from(["usual", "one", "none", "edges"])),
+        lengths=draw(st.sampled_from(LENGTHS)),
         ids=draw(st.sampled_from(["uniform", "zipf", "same"])),
         id_dtype=draw(st.sampled_from(["int32", "int64"])),
         weights=draw(st.sampled_from(["absent", "normal", "special"])),

@@ -148,11 +148,15 @@ def test_binaries_do_not_depend_on_where_the_source_lies(tmp_path: Path) -> None
     assert len(binaries) == 1
 
 
-def test_a_compiler_newer_than_the_driver_is_refused_with_the_extra_to_install() -> None:
+def test_a_compiler_newer_than_the_driver_is_refused_with_what_to_install() -> None:
     nvrtc.check_driver((13, 0), (13, 4))
     nvrtc.check_driver((14, 0), (13, 4))
-    with pytest.raises(ToolchainError, match=r"NVRTC 13\.4.*CUDA 12\.8.*embforge\[cu12\]"):
+    with pytest.raises(ToolchainError, match=r"NVRTC 13\.4.*CUDA 12\.8.*update the driver.*nvidia-cuda-nvrtc.* 12\.x"):
         nvrtc.check_driver((12, 8), (13, 4))
+
+
+def test_the_compilers_version_is_known_without_loading_it() -> None:
+    assert nvrtc.installed_nvrtc() == nvrtc.nvrtc_version()
 
 
 def test_without_cuda_packages_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.cuda_launch import launch_of, scratch_width
+from embforge.codegen.targets.cuda_launch import launch_of, scratch_width, shape_of
 from embforge.inputs import Batch
 from embforge.launch import cuda
 from embforge.launch.metadata import metadata_of
@@ -45,7 +45,9 @@ class FakeGpu:
     version: tuple[int, int] = (13, 4)
     handle: int = 0x5EED
     in_capture: bool = False
-    delivered: bool = False
+    delivered: int = 0
+    """How many of the messages sent have arrived."""
+    waited: int = 0
     current: list[torch.device] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
 
@@ -68,17 +70,21 @@ class FakeGpu:
         return self.in_capture
 
     def send(self, words: Tensor) -> Any:
-        gpu = self
+        gpu, number, then = self, len(self.sent), words.clone()
         self.sent.append(words)
 
         class Message:
             def arrived(self) -> bool:
-                return gpu.delivered
+                return number < gpu.delivered
 
             def words(self) -> list[int]:
-                return list(words.tolist())
+                return list(then.tolist())
 
         return Message()
+
+    def wait(self, device: torch.device) -> None:
+        assert self.current == [device]
+        self.waited += 1
 
 
 class FakeCode:
@@ -194,7 +200,7 @@ def test_grid_block_shared_memory_and_stream(call: Call, launches: list[Launch])
     plan = call.forward.plan
     assert launch.symbol == plan.uri
     assert launch.stream == call.gpu.handle
-    assert launch.grid == (launch_of(plan, 100, 400).kernels[0].grid, 1, 1)
+    assert launch.grid == (launch_of(shape_of(plan), 100, 400).kernels[0].grid, 1, 1)
     assert launch.block == (256, 1, 1)
     assert launch.shared == 0
     assert named(launch)["weights"] == 0
@@ -205,7 +211,7 @@ def test_long_bags_get_buffers_and_their_kernels(call: Call, launches: list[Laun
     call(batch_of([9000, 0, 0, 0]), 0)
     plan = call.forward.plan
     assert [k.symbol for k in launches] == [plan.uri, f"{plan.uri}_long", f"{plan.uri}_merge"]
-    work = launch_of(plan, 1, 9000)
+    work = launch_of(shape_of(plan), 1, 9000)
     assert work.scratch_floats % scratch_width(plan) == 0
     for launch in launches:
         assert named(launch) == named(launches[0])
@@ -243,13 +249,28 @@ def test_a_bad_id_is_raised_by_the_next_call_once_its_news_have_arrived(call: Ca
     status = call.gpu.sent[0]
     claim(status, "BAD_ID", feature=1, sample=0, position=2, value=77)
     call(batch)  # the copy is still under way: no error, and no waiting
-    call.gpu.delivered = True
+    call.gpu.delivered = 1
+    call(batch)  # it was made before the mistake: another is sent
+    assert len(call.gpu.sent) == 2
+    call.gpu.delivered = 2
     with pytest.raises(IndexError, match=r"feature 'y': id 77 of sample 0, position 2 .*table 'b'; allowed: 0 to 49"):
         call(batch)
     assert not status.any()
     call(batch)
     call.forward.check()
-    assert len(launches) == 3
+    assert len(launches) == 4
+    assert call.gpu.waited == 1
+
+
+def test_errors_reach_a_caller_that_is_always_ahead_of_the_gpu(call: Call, launches: list[Launch]) -> None:
+    batch = batch_of([1, 1, 0, 1])
+    call(batch)
+    claim(call.gpu.sent[0], "BAD_ID", feature=1, sample=0, position=2, value=77)
+    with pytest.raises(IndexError):
+        for turn in range(20):  # each copy arrives a few calls after it was sent, when newer ones would be under way
+            call.gpu.delivered = turn // 4
+            call(batch)
+    assert len(call.gpu.sent) < 5
 
 
 def test_check_raises_at_once(call: Call, launches: list[Launch]) -> None:
@@ -288,12 +309,33 @@ def test_modes_do_not_share_their_status(call: Call, launches: list[Launch]) -> 
 def test_nothing_is_asked_of_the_device_during_capture(call: Call, launches: list[Launch]) -> None:
     call(batch_of([1, 1, 0, 1]))
     claim(call.gpu.sent[0], "BAD_ID", feature=1, sample=0, position=2, value=77)
-    call.gpu.delivered = call.gpu.in_capture = True
+    call.gpu.delivered, call.gpu.in_capture = 1, True
     call(batch_of([1, 1, 0, 1]))
     assert len(call.gpu.sent) == 1
     call.gpu.in_capture = False
+    call(batch_of([1, 1, 0, 1]))
+    call.gpu.delivered = 2
     with pytest.raises(IndexError):
         call(batch_of([1, 1, 0, 1]))
+
+
+def test_a_first_call_inside_a_capture_is_refused(call: Call, launches: list[Launch]) -> None:
+    call.gpu.in_capture = True
+    with pytest.raises(RuntimeError, match="call the module once before capturing"):
+        call(batch_of([1, 1, 0, 1]))
+    call.gpu.in_capture = False
+    call(batch_of([1, 1, 0, 1]))
+    call.gpu.in_capture = True
+    call(batch_of([1, 1, 0, 1]))
+    with pytest.raises(RuntimeError, match="call the module once before capturing"):
+        call(batch_of([9000, 0, 0, 0]))  # needs the kernels of long bags
+    assert len(launches) == 2
+
+
+def test_kernels_made_elsewhere_need_no_compiler(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "installed_nvrtc", lambda: None)
+    plan = Plan("forward", "cuda", "sm_90", "int64", spec(), CudaParams())
+    cuda.CudaForward(plan, b"cubin", FakeGpu(version=(12, 9)))
 
 
 def test_batches_past_what_a_grid_holds_are_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,5 +346,5 @@ def test_batches_past_what_a_grid_holds_are_refused(call: Call, monkeypatch: pyt
 
 def test_a_driver_older_than_the_compiler_is_refused(launches: list[Launch]) -> None:
     plan = Plan("forward", "cuda", "sm_90", "int64", spec(), CudaParams())
-    with pytest.raises(ToolchainError, match=r"embforge\[cu12\]"):
+    with pytest.raises(ToolchainError, match=r"update the driver"):
         cuda.CudaForward(plan, b"cubin", FakeGpu(version=(12, 9)))

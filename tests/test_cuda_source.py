@@ -14,17 +14,19 @@ from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.arch import ARCHS, resident_threads
+from embforge.codegen.targets.arch import ARCHS, nearest_arch, resident_threads
 from embforge.codegen.targets.cuda_geometry import geometry_of, min_blocks, run_of
 from embforge.codegen.targets.cuda_launch import (
     QUEUE_COUNTERS,
     QUEUE_RECORD,
     UNIT,
-    launch_of,
+    ForwardLaunch,
     main_symbols,
     scratch_width,
+    shape_of,
     status_size,
 )
+from embforge.codegen.targets.cuda_launch import launch_of as launch_of_shape
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +38,10 @@ def spec_of(dim: int = 64, dtype: str = "fp32", pooling: str = "sum", **feature:
 
 def plan_of(spec: CollectionSpec, arch: str = "sm_90", id_dtype: str = "int64", **params: object) -> Plan:
     return Plan("forward", "cuda", arch, id_dtype, spec, CudaParams(**params))  # type: ignore[arg-type]
+
+
+def launch_of(plan: Plan, batch: int, num_values: int) -> ForwardLaunch:
+    return launch_of_shape(shape_of(plan), batch, num_values)
 
 
 def mixed() -> CollectionSpec:
@@ -128,7 +134,7 @@ def test_launch_of_counts_blocks_as_the_kernel_does() -> None:
     plan = plan_of(spec_of(64))
     (g,) = geometry_of(plan)
     for batch in (1, 15, 63, 64, 1000, 4096, 65536):
-        run = run_of(g, batch)
+        run = run_of(g.min_run, g.run, batch)
         assert g.min_run <= run <= g.run
         assert run == g.min_run or run * 16 <= batch
         (kernel,) = launch_of(plan, batch, 10).kernels
@@ -159,14 +165,51 @@ def test_long_bags_are_launched_only_where_one_can_be() -> None:
     assert launch_of(plan_of(spec_of(64, pooling="none")), 8, 1_000_000).queue_words == 0
 
 
-def test_too_much_shared_memory_is_a_plan_error_naming_the_fields() -> None:
-    spec = CollectionSpec(
-        (TableSpec("a", 2**33, 1), TableSpec("b", 10, 128, "fp8_e4m3")),
-        (FeatureSpec("f", "a", weighted=True), FeatureSpec("g", "b", weighted=True)),
-        name="x",
+DIMS = (1, 3, 8, 16, 32, 33, 48, 64, 96, 128, 130, 256, 1000, 4096)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rows", [1000, 2**33])
+def test_default_params_serve_every_dim_dtype_and_arch(arch: str, rows: int) -> None:
+    for dtype in ("fp32", "fp16", "bf16", "fp8_e4m3"):
+        for dim in DIMS:
+            for pooling, weighted in (("sum", True), ("mean", False), ("max", False), ("none", True)):
+                table = TableSpec("t", rows, dim, dtype)  # type: ignore[arg-type]
+                feature = FeatureSpec("f", "t", pooling, weighted=weighted)  # type: ignore[arg-type]
+                plan = plan_of(CollectionSpec((table,), (feature,), name="one"), arch)
+                (g,) = geometry_of(plan)
+                assert g.window >= g.rows or not g.pooled
+                if ARCHS[arch].widest_load == 32 and dim * (g.vector // g.elements) % 32 == 0:
+                    assert g.vector == 32
+    every = CollectionSpec(
+        tuple(TableSpec(f"t{d}_{t}", rows, d, t) for d in DIMS for t in ("fp32", "fp8_e4m3")),  # type: ignore[arg-type]
+        tuple(
+            FeatureSpec(f"f{d}_{t}", f"t{d}_{t}", "sqrtn", weighted=True) for d in DIMS for t in ("fp32", "fp8_e4m3")
+        ),
+        name="every",
     )
-    with pytest.raises(PlanError, match=r"id_tile=2048.*bytes of shared memory.*allowed: 49152"):
-        source_of(plan_of(spec, "sm_100", block=512, id_tile=2048, bags_per_block=1024))
+    assert source_of(plan_of(every, arch))
+
+
+def test_too_much_shared_memory_is_a_plan_error_naming_the_cause() -> None:
+    table = TableSpec("t", 1000, 64, "fp8_e4m3")
+    many = tuple(FeatureSpec(f"f{i}", "t", "none") for i in range(2100))
+    with pytest.raises(PlanError, match=r"bytes of shared memory.*for 2100 'none' features\); allowed: 49152.*split"):
+        source_of(plan_of(CollectionSpec((table,), many, name="x")))
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((7, 5), "sm_75"), ((8, 7), "sm_86"), ((8, 9), "sm_89"), ((10, 1), "sm_100"), ((12, 1), "sm_120")],
+)
+def test_a_gpu_gets_the_newest_known_arch_that_it_runs(capability: tuple[int, int], name: str) -> None:
+    assert nearest_arch(*capability) == name
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (6, 1), (11, 0), (13, 0)])
+def test_a_gpu_that_runs_no_known_arch_is_refused(capability: tuple[int, int]) -> None:
+    with pytest.raises(PlanError, match=r"compute capability .*known: sm_75"):
+        nearest_arch(*capability)
 
 
 def test_unknown_arch_is_a_plan_error_naming_the_known() -> None:

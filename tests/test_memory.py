@@ -29,6 +29,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "array": lambda t: t.numpy(),
     "storage": lambda t: t.untyped_storage(),
     "detached": lambda t: t.detach(),
+    "other process": lambda t: t.share_memory_().shape,  # which may hold it without our knowing
 }
 
 
@@ -36,8 +37,8 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 def test_a_held_result_is_left_alone(hold: str) -> None:
     results = Results(torch.float32)
     first = results.empty(ELEMENTS)
-    place = first.data_ptr()
     held = HOLDERS[hold](first)
+    place = first.data_ptr()
     del first
     second = results.empty(ELEMENTS)
     assert second.data_ptr() != place
@@ -54,3 +55,13 @@ def test_small_results_are_plain_tensors() -> None:
     results = Results(torch.bfloat16)
     assert results.empty(0, 5).shape == (0, 5)
     assert results.empty(3).dtype == torch.bfloat16
+
+
+def test_a_loop_that_holds_its_last_result_needs_two_blocks() -> None:
+    results = Results(torch.float32)
+    places = set()
+    held = results.empty(ELEMENTS)
+    for _ in range(6):
+        held = results.empty(ELEMENTS)
+        places.add(held.data_ptr())
+    assert len(places) == 2

@@ -56,8 +56,12 @@ def bench(
     used the machine meanwhile; --json has "disturbed".
     """
     from embforge.tuner.bench import bench_spec
+    from embforge.tuner.peers import PEERS
 
     peers = [name.strip() for name in against.split(",") if name.strip()]
+    for name in peers:
+        if name not in PEERS:
+            raise click.UsageError(f"--against {name!r} is not known; allowed: {', '.join(PEERS)}", ctx)
     params = params_of(on, overrides) if overrides else None
     with waiting(f"timing {spec.name} for about {seconds:g} s"):
         report = bench_spec(spec, on=on, against=peers, workload=workload, seconds=seconds, params=params)

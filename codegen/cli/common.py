@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.resources import files
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 OK, CHECK_FAILED, USAGE_ERROR, TOOLCHAIN_ERROR = 0, 1, 2, 3
 EXIT_CODES = (
     "Exit codes: 0 all well; 1 a check failed; 2 wrong usage or a wrong spec; "
-    "3 a compiler or kernel is missing or a compilation failed."
+    "3 a compiler or kernel is missing, a compilation failed or a file cannot be read or written."
 )
 JSON_ASKED = "embforge.json"
 
@@ -33,10 +34,15 @@ class Commands(click.Group):
 
         try:
             return super().invoke(ctx)
-        except EmbforgeError as error:
-            if ctx.meta.get(JSON_ASKED):
-                print_json({"error": str(error), "kind": type(error).__name__})
-            click.echo(f"embforge: {error}", err=True)
+        except click.UsageError as error:
+            _tell_json(ctx, error, error.format_message())
+            raise  # click prints it beside the usage
+        except BrokenPipeError:
+            raise  # the reader of our output left; click ends quietly
+        except (EmbforgeError, OSError) as error:
+            sentence = _os_sentence(error) if isinstance(error, OSError) else str(error)
+            _tell_json(ctx, error, sentence)
+            click.echo(f"embforge: {sentence}", err=True)
             # Errors in what was given are ValueErrors (specs, plan fields, workloads); the rest concern this machine.
             ctx.exit(USAGE_ERROR if isinstance(error, ValueError) else TOOLCHAIN_ERROR)
 
@@ -110,7 +116,8 @@ def params_of(target: str, overrides: Iterable[str]) -> Any:
 
 
 def print_json(data: Any) -> None:
-    click.echo(json.dumps(data, indent=2))
+    """One JSON document. Infinities and NaN are null: JSON has no word for them."""
+    click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -138,6 +145,23 @@ def waiting(title: str) -> Iterator[None]:
     screen = console(stderr=True)
     with screen.status(title) if screen.is_terminal else nullcontext():
         yield
+
+
+def _tell_json(ctx: click.Context, error: Exception, sentence: str) -> None:
+    if ctx.meta.get(JSON_ASKED):
+        print_json({"error": sentence, "kind": type(error).__name__})
+
+
+def _os_sentence(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _value(text: str) -> Any:

@@ -96,7 +96,12 @@ def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> lis
         with stage_bar() as tell:
             tell("compiling", 0, len(plans))
             done = count(1)
-            built = build_many(plans, resources=True, progress=lambda _: tell("compiling", next(done), len(plans)))
+            built = build_many(
+                plans,
+                resources=True,
+                ahead_of_time=True,
+                progress=lambda _: tell("compiling", next(done), len(plans)),
+            )
     out.mkdir(parents=True, exist_ok=True)
     records = []
     for plan, source, made in zip(plans, sources, built, strict=True):
@@ -109,5 +114,6 @@ def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> lis
             write_atomically(out / binary_name, binary)
         figures = made.resources if made else []
         records.append(kernel_record(plan, source, source_name, binary, binary_name, figures))
-    write_manifest(out, records)
+    if note := write_manifest(out, records):
+        click.echo(f"embforge: {note}", err=True)
     return records

@@ -57,6 +57,21 @@ def arch_named(name: str) -> Arch:
     return ARCHS[name]
 
 
+def nearest_arch(major: int, minor: int) -> str:
+    """The architecture to generate for on a GPU of that compute capability: the newest known one that it can run.
+
+    Cubins run on a later minor of the same major, never across majors. `PlanError` naming the known ones otherwise.
+    """
+    number = 10 * major + minor
+    runnable = [a for a in ARCHS.values() if a.number // 10 == major and a.number <= number]
+    if not runnable:
+        raise PlanError(
+            f"no kernels can be generated for a GPU of compute capability {major}.{minor}; known: {', '.join(ARCHS)}, "
+            "and later minors of the same major; use backend='cpu'"
+        )
+    return max(runnable, key=lambda a: a.number).name
+
+
 def resident_threads(arch: Arch, threads: int, registers: int, shared_bytes: int) -> int:
     """Threads of such blocks that a multiprocessor holds at once: what registers, shared memory and limits allow."""
     warps = -(-threads // WARP)

@@ -94,7 +94,7 @@ def compile_source(plan: Plan, source: Path) -> bytes:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="embforge-") as scratch:
         library = Path(scratch) / "kernel.so"
-        command = [compiler.path, *FLAGS, *isa_of(plan).flags, str(source), "-o", str(library)]
+        command = [*compiler.command, *FLAGS, *isa_of(plan).flags, str(source), "-o", str(library)]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode:
             raise CompileError(
@@ -106,7 +106,8 @@ def compile_source(plan: Plan, source: Path) -> bytes:
 
 def fingerprint(plan: Plan) -> dict[str, str]:
     """What decides the binary beside the source: the compiler and its resolved flags, never `native`."""
-    return {"compiler": find_compiler().version, "flags": " ".join([*FLAGS, *isa_of(plan).flags])}
+    compiler = find_compiler()
+    return {"compiler": compiler.version, "flags": " ".join([*compiler.command[1:], *FLAGS, *isa_of(plan).flags])}
 
 
 def numbered_log(log: str, source: str, context: int = 2) -> str:

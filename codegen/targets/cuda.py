@@ -17,9 +17,11 @@ from embforge.codegen.targets.arch import arch_named
 from embforge.codegen.targets.cuda_geometry import (
     RUNS_WANTED,
     BucketGeometry,
+    LongKind,
     copy_sizes,
     cuda_params,
     geometry_of,
+    long_kinds,
     long_sizes,
     min_blocks,
     register_classes,
@@ -90,7 +92,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
             "min_blocks": min_blocks(plan, wide=True),
             "levels": MERGE_LEVELS,
             "weighted": any(g.bucket.weighted for g in pooled),
-            "kinds": _long_kinds(geometry),
+            "kinds": [_long_kind_facts(kind) for kind in long_kinds(plan, geometry)],
         },
     }
 
@@ -148,17 +150,14 @@ def _dispatch_facts(g: BucketGeometry) -> dict[str, Any]:
     return {"index": index, "owns": owns, "call": call}
 
 
-def _long_kinds(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, Any]]:
-    """Pooled buckets that differ only in their shape share the code for long bags."""
-    kinds: dict[str, dict[str, Any]] = {}
-    for g in geometry:
-        if not g.pooled:
-            continue
-        facts = _bucket_facts(g)
-        kind = kinds.setdefault(g.long_kind, facts | {"name": g.long_kind, "buckets": [], "rows": g.long_rows})
-        kind["buckets"].append(g.bucket.index)
-        kind["divides"] = _c("true" in (kind["divides"], facts["divides"]))
-    return list(kinds.values())
+def _long_kind_facts(kind: LongKind) -> dict[str, Any]:
+    facts = [_bucket_facts(g) for g in kind.members]
+    return facts[0] | {
+        "name": kind.name,
+        "rows": kind.rows,
+        "buckets": [g.bucket.index for g in kind.members],
+        "divides": _c(any(f["divides"] == "true" for f in facts)),
+    }
 
 
 def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:

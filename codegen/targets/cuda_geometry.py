@@ -6,6 +6,7 @@ many of a block's threads without a group, are cut into column tiles.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from embforge.codegen.buckets import Bucket
@@ -15,7 +16,7 @@ from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
-from embforge.codegen.targets.arch import MAX_STATIC_SHARED, Arch, arch_named
+from embforge.codegen.targets.arch import MAX_STATIC_SHARED, arch_named
 
 RUNS_WANTED = 16
 """Blocks a feature is cut into at least, batch permitting."""
@@ -26,6 +27,8 @@ WIDE_ELEMENTS = 8
 WIDE_BLOCKS = 2
 """Blocks of 256 threads that a multiprocessor must hold of the wide kernel and of the one for long bags."""
 BASE_THREADS = 256
+LONG_BYTES = 256
+"""Most bytes in flight a lane in the loop for long bags: 64 registers, half of what its kernel has."""
 MOST_ROWS = 8
 MOST_LONG_ROWS = 16
 """Divides the chunk of the canonical sum, so that no batch of rows crosses its border."""
@@ -35,6 +38,8 @@ OTHER_SHARED = 128
 """Bytes of shared memory for scalars and alignment, at most."""
 MOST_TOTALS = 32 * 1024
 """Bytes of shared memory for what a block's lanes have summed before the running chunk."""
+SHRINKS = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+"""What id_tile and bags_per_block are divided by, in turn, until a kernel's shared memory fits."""
 GOOD_USE = 0.8
 """Share of a block's threads with a vector to load, from which a cut into tiles is good enough."""
 
@@ -52,13 +57,12 @@ class BucketGeometry:
     tiles: int
     groups: int
     rows: int
-    long_rows: int
-    """Rows in flight in the loop for long bags, which has the wide kernel's occupancy."""
     store: int
     run: int
     """Bags (pooled, at most, a power of two) or positions (none, concat) a block owns."""
     min_run: int
     window: int
+    block: int
 
     @property
     def elements(self) -> int:
@@ -71,6 +75,15 @@ class BucketGeometry:
     @property
     def wide(self) -> bool:
         return self.elements >= WIDE_ELEMENTS
+
+    @property
+    def use(self) -> float:
+        """Share of a block's threads that have a vector to load, over all tiles."""
+        return self.use_of(self.groups)
+
+    def use_of(self, groups: int) -> float:
+        """The same if only so many of the groups have work."""
+        return min(groups, self.groups) * self.vectors / (self.tiles * self.block)
 
     @property
     def pitch(self) -> int:
@@ -95,15 +108,18 @@ def cuda_params(plan: Plan) -> CudaParams:
 
 
 def geometry_of(plan: Plan) -> tuple[BucketGeometry, ...]:
-    """The mapping of every bucket, in the order of the kernel's FEATURES. `PlanError` if it cannot work."""
-    arch, params = arch_named(plan.arch), cuda_params(plan)
-    result, first = [], 0
+    """The mapping of every bucket, in the order of the kernel's FEATURES.
+
+    A kernel whose shared memory would not fit stages fewer ids and bags than the parameters say. `PlanError` if that
+    does not help either.
+    """
+    first = [0]
     for bucket in plan.buckets:
-        result.append(_bucket_geometry(plan, bucket, first, arch, params))
-        first += len(bucket.features)
-    geometry = tuple(result)
-    _check_shared(plan, geometry)
-    return geometry
+        first.append(first[-1] + len(bucket.features))
+    placed = tuple(zip(plan.buckets, first, strict=False))
+    wanted = tuple(_bucket_geometry(plan, bucket, slot, *SHRINKS[0]) for bucket, slot in placed)
+    fitting = {g.first: g for members in register_classes(wanted) for g in _fitted(plan, members)}
+    return tuple(fitting[g.first] for g in wanted)
 
 
 def register_classes(geometry: tuple[BucketGeometry, ...]) -> tuple[tuple[BucketGeometry, ...], ...]:
@@ -112,9 +128,9 @@ def register_classes(geometry: tuple[BucketGeometry, ...]) -> tuple[tuple[Bucket
     return tuple(c for c in classes if c)
 
 
-def run_of(g: BucketGeometry, batch: int) -> int:
+def run_of(min_run: int, run: int, batch: int) -> int:
     """Bags a block owns at this batch size: what the kernel finds by `fair_run`, on the host."""
-    return min(max(power_of_two_below(batch // RUNS_WANTED | 1), g.min_run), g.run)
+    return min(max(power_of_two_below(batch // RUNS_WANTED | 1), min_run), run)
 
 
 def row_type(plan: Plan) -> str:
@@ -150,16 +166,56 @@ def copy_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class LongKind:
+    """Pooled buckets that differ only in their shape, and so share the code for long bags."""
+
+    name: str
+    members: tuple[BucketGeometry, ...]
+    rows: int
+    """In flight a lane. Divides the chunk, so that no batch of rows crosses its border."""
+
+
+def long_kinds(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> tuple[LongKind, ...]:
+    """The loops of the kernel for long bags."""
+    chunks = long_sizes(plan, geometry)["chunks"]
+    names = dict.fromkeys(g.long_kind for g in geometry if g.pooled)
+    members = {name: tuple(g for g in geometry if g.pooled and g.long_kind == name) for name in names}
+    return tuple(LongKind(name, found, _long_rows(plan, found, chunks)) for name, found in members.items())
+
+
 def long_sizes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
-    """Array lengths of the shared memory of long bags."""
+    """Array lengths of the shared memory of long bags: as many chunks at once as there are groups, if they fit."""
     pooled = [g for g in geometry if g.pooled]
+    arch, params = arch_named(plan.arch), cuda_params(plan)
+    elements = max((g.elements for g in pooled), default=1)
+    blocks = min_blocks(plan, wide=True)
+    room = min(MAX_STATIC_SHARED, arch.shared_bytes // blocks - arch.shared_reserved) - OTHER_SHARED
+    weighted = any(g.bucket.weighted for g in pooled)
+    chunk_bytes = (CHUNK + 1) * (_row_bytes(plan) + 4 * weighted) + 8
+    fitting = (room - 4 * elements * params.block) // chunk_bytes
     return {
-        "chunks": min(max((g.groups for g in pooled), default=1), cuda_params(plan).id_tile // CHUNK),
-        "elements": max((g.elements for g in pooled), default=1),
+        "chunks": max(1, min(max((g.groups for g in pooled), default=1), CHUNK, fitting)),
+        "elements": elements,
     }
 
 
-def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params: CudaParams) -> BucketGeometry:
+def _long_rows(plan: Plan, members: tuple[BucketGeometry, ...], chunks: int) -> int:
+    """Rows for the bytes in flight that the architecture wants, although some threads may have no chunk."""
+    vector = members[0].vector
+    lane_bytes = _lane_bytes(plan) / min(g.use_of(chunks) for g in members)
+    most = min(MOST_LONG_ROWS, LONG_BYTES // vector)
+    return min(power_of_two_above(math.ceil(lane_bytes / vector)), most)
+
+
+def _lane_bytes(plan: Plan) -> int:
+    """Bytes in flight that a lane of the wide kernel, or of the one for long bags, needs: newer memory wants more."""
+    return 16 * cuda_params(plan).pipeline[0] * (2 if arch_named(plan.arch).widest_load > 16 else 1)
+
+
+def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, fewer_bags: int) -> BucketGeometry:
+    arch, params = arch_named(plan.arch), cuda_params(plan)
+    ids, bags = params.id_tile // fewer_ids, params.bags_per_block // fewer_bags
     most_elements = MOST_TOTALS // (4 * params.block)
     widest = min(params.vector_bytes, arch.widest_load, most_elements * DTYPES[bucket.dtype].bytes)
     vector = largest_power_of_two(bucket.row_alignment, widest)
@@ -169,12 +225,14 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params:
     groups = params.block // lanes
     elements = vector // DTYPES[bucket.dtype].bytes
     # The same bytes in flight whatever the vector; twice as many where accumulators cost occupancy.
-    wide_bytes = 2 * 16 * params.pipeline[0]
-    lane_bytes = wide_bytes if elements >= WIDE_ELEMENTS else wide_bytes // 2
-    rows = power_of_two_below(max(1, min(lane_bytes // vector, MOST_ROWS, params.id_tile // groups)))
-    pooled = bucket.pooling in ("sum", "max")
-    if pooled:
-        run = power_of_two_below(min(params.bags_per_block, groups * params.interleave))
+    lane_bytes = 16 * params.pipeline[0] * (2 if elements >= WIDE_ELEMENTS else 1)
+    rows = power_of_two_below(max(1, min(lane_bytes // vector, MOST_ROWS)))
+    if arch.widest_load > 16:
+        # What is wanted there is all that the occupancy gives: threads without a vector must be made up for.
+        rows = math.ceil(rows * params.block * tiles / (groups * vectors))
+    rows = min(rows, max(1, ids // groups))
+    if bucket.pooling in ("sum", "max"):
+        run = power_of_two_below(min(bags, groups * params.interleave))
     else:
         run = min(MOST_COPIED, groups * max(rows, params.interleave))
     return BucketGeometry(
@@ -186,11 +244,11 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, arch: Arch, params:
         tiles=tiles,
         groups=groups,
         rows=rows,
-        long_rows=max(1, min((wide_bytes if arch.widest_load > 16 else wide_bytes // 2) // vector, MOST_LONG_ROWS)),
         store=_store_bytes(plan, bucket, elements),
         run=run,
         min_run=min(run, power_of_two_below(LEAST_INTERLEAVE * groups)),
-        window=params.id_tile // groups // rows * rows,
+        window=max(1, ids // groups) // rows * rows,
+        block=params.block,
     )
 
 
@@ -211,6 +269,11 @@ def power_of_two_below(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
+def power_of_two_above(value: int) -> int:
+    """The smallest power of two that is not below `value`."""
+    return 1 << (value - 1).bit_length()
+
+
 def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
     """Bytes of the widest store that is aligned wherever the bucket writes and never runs over a row's end."""
     size = DTYPES[plan.spec.output_dtype].bytes
@@ -222,22 +285,33 @@ def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
     return min(largest_power_of_two(step * size, 16) for step in steps)
 
 
-def _check_shared(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> None:
+def _fitted(plan: Plan, members: tuple[BucketGeometry, ...]) -> tuple[BucketGeometry, ...]:
+    """One kernel's buckets, with as many ids and bags staged as its shared memory holds."""
+    for shrink in SHRINKS:
+        found = tuple(_bucket_geometry(plan, g.bucket, g.first, *shrink) for g in members)
+        need = _shared_bytes(plan, found)
+        if need <= MAX_STATIC_SHARED:
+            return found
     params = cuda_params(plan)
-    id_bytes, row_bytes = DTYPES[plan.id_dtype].bytes, DTYPES[row_type(plan).removesuffix("_t")].bytes
-    need = 0
-    for members in register_classes(geometry):
-        stage, copy = stage_sizes(members), copy_sizes(members)
-        pooled = (stage["bags"] + stage["groups"]) * id_bytes + stage["slots"] * row_bytes
-        pooled += (2 * stage["groups"] + stage["weights"] + stage["elements"] * params.block) * 4
-        copied = copy["slots"] * 16 + copy["weights"] * 4 + 24 * len(plan.layout.sequence_features)
-        need = max(need, pooled, copied)
-    long = long_sizes(plan, geometry)
-    weighted = any(g.pooled and g.bucket.weighted for g in geometry)
-    long_bags = long["chunks"] * (CHUNK + 1) * (row_bytes + 4 * weighted)
-    need = max(need, long_bags + (long["elements"] * params.block + 2 * long["chunks"]) * 4) + OTHER_SHARED
-    if need > MAX_STATIC_SHARED:
-        raise PlanError(
-            f"plan fields id_tile={params.id_tile}, bags_per_block={params.bags_per_block}, block={params.block}: "
-            f"{need} bytes of shared memory a block are needed; allowed: {MAX_STATIC_SHARED}; choose a smaller id_tile"
-        )
+    heaviest = max(found, key=lambda g: g.elements * g.pooled)
+    raise PlanError(
+        f"plan fields block={params.block}, id_tile={params.id_tile}, bags_per_block={params.bags_per_block}: a block "
+        f"needs {need} bytes of shared memory ({4 * params.block * heaviest.elements} for the running sums of "
+        f"{heaviest.name}, {24 * len(plan.layout.sequence_features)} for {len(plan.layout.sequence_features)} 'none' "
+        f"features); allowed: {MAX_STATIC_SHARED}; choose a smaller block or split the collection"
+    )
+
+
+def _shared_bytes(plan: Plan, members: tuple[BucketGeometry, ...]) -> int:
+    """Shared memory of a block of one kernel, at most."""
+    stage, copy = stage_sizes(members), copy_sizes(members)
+    pooled = (stage["bags"] + stage["groups"]) * DTYPES[plan.id_dtype].bytes + stage["slots"] * _row_bytes(plan)
+    pooled += (2 * stage["groups"] + stage["weights"] + stage["elements"] * cuda_params(plan).block) * 4
+    copied = copy["slots"] * 16 + copy["weights"] * 4 + 24 * len(plan.layout.sequence_features)
+    return OTHER_SHARED + max(
+        pooled if any(g.pooled for g in members) else 0, copied if any(not g.pooled for g in members) else 0
+    )
+
+
+def _row_bytes(plan: Plan) -> int:
+    return DTYPES[row_type(plan).removesuffix("_t")].bytes

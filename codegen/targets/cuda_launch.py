@@ -70,31 +70,81 @@ def long_symbols(plan: Plan) -> tuple[str, str]:
     return f"{plan.uri}_long", f"{plan.uri}_merge"
 
 
-def blocks_of(g: BucketGeometry, batch: int, num_values: int) -> int:
-    """Blocks of one bucket: the device's chain of comparisons counts the same."""
-    if g.pooled:
-        return len(g.bucket.features) * g.tiles * -(-batch // run_of(g, batch))
-    if g.bucket.pooling == "none":
-        return g.tiles * -(-max(num_values, 1) // g.run)
-    return g.tiles * sum(-(-batch * (f.feature.hotness or 1) // g.run) for f in g.bucket.features)
+@dataclass(frozen=True)
+class BlockRange:
+    """One bucket's blocks as a function of the batch: the device's chain of comparisons counts the same."""
+
+    pooling: str
+    factor: int
+    """Blocks a run: tiles, times features where these are all cut alike."""
+    min_run: int
+    run: int
+    hotness: tuple[int, ...]
+    """Of its `concat` features."""
+
+    def blocks(self, batch: int, num_values: int) -> int:
+        """Blocks for a batch of that many samples and ids."""
+        if self.pooling == "none":
+            return self.factor * -(-max(num_values, 1) // self.run)
+        if self.pooling == "concat":
+            return self.factor * sum(-(-batch * slots // self.run) for slots in self.hotness)
+        return self.factor * -(-batch // run_of(self.min_run, self.run, batch))
 
 
-def launch_of(plan: Plan, batch: int, num_values: int) -> ForwardLaunch:
+@dataclass(frozen=True)
+class LaunchShape:
+    """All that a plan's launches have in common, so that a call takes a few divisions."""
+
+    block: int
+    kernels: tuple[tuple[str, tuple[BlockRange, ...]], ...]
+    """Symbol and bucket ranges of each main kernel."""
+    long_symbols: tuple[str, str] | None
+    """The kernels of long bags, if the plan pools at all."""
+    long_bag: int
+    scratch_width: int
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Every kernel that a call may launch."""
+        return (*(symbol for symbol, _ in self.kernels), *(self.long_symbols or ()))
+
+
+def shape_of(plan: Plan) -> LaunchShape:
+    """What launches of the plan have in common."""
+    params, geometry = cuda_params(plan), geometry_of(plan)
+    return LaunchShape(
+        block=params.block,
+        kernels=tuple(
+            (symbol, tuple(_range_of(g) for g in members))
+            for symbol, members in zip(main_symbols(plan), register_classes(geometry), strict=True)
+        ),
+        long_symbols=long_symbols(plan) if any(g.pooled for g in geometry) else None,
+        long_bag=params.long_bag,
+        scratch_width=scratch_width(plan),
+    )
+
+
+def _range_of(g: BucketGeometry) -> BlockRange:
+    features = g.bucket.features
+    hotness = tuple(f.feature.hotness or 1 for f in features) if g.bucket.pooling == "concat" else ()
+    return BlockRange(g.bucket.pooling, g.tiles * (len(features) if g.pooled else 1), g.min_run, g.run, hotness)
+
+
+def launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:
     """What to launch for a batch of that many samples and ids. Kernels without work are left out."""
-    params = cuda_params(plan)
     if batch == 0:
         return ForwardLaunch((), 0, 0)
     kernels = [
-        KernelLaunch(symbol, sum(blocks_of(g, batch, num_values) for g in members), params.block)
-        for symbol, members in zip(main_symbols(plan), register_classes(geometry_of(plan)), strict=True)
+        KernelLaunch(symbol, sum(r.blocks(batch, num_values) for r in ranges), shape.block)
+        for symbol, ranges in shape.kernels
     ]
     queue_words = scratch_floats = 0
-    if num_values > params.long_bag and any(g.pooled for g in geometry_of(plan)):
-        long_bags = num_values // (params.long_bag + 1)
+    if num_values > shape.long_bag and shape.long_symbols:
+        long_bags = num_values // (shape.long_bag + 1)
         units = num_values // UNIT + long_bags
         queue_words = QUEUE_COUNTERS + QUEUE_RECORD * long_bags
-        scratch_floats = units * scratch_width(plan)
-        units_symbol, merge_symbol = long_symbols(plan)
-        kernels.append(KernelLaunch(units_symbol, min(units, LONG_BLOCKS), params.block))
-        kernels.append(KernelLaunch(merge_symbol, min(long_bags, LONG_BLOCKS), params.block))
+        scratch_floats = units * shape.scratch_width
+        units_symbol, merge_symbol = shape.long_symbols
+        kernels.append(KernelLaunch(units_symbol, min(units, LONG_BLOCKS), shape.block))
+        kernels.append(KernelLaunch(merge_symbol, min(long_bags, LONG_BLOCKS), shape.block))
     return ForwardLaunch(tuple(k for k in kernels if k.grid), queue_words, scratch_floats)

@@ -23,7 +23,7 @@ def compile_cubin(source: Path, arch: str) -> bytes:
     `CompileError`: NVRTC refused it; the message holds its log beside numbered source lines and the file's path.
     `ToolchainError`: the cuda packages are not installed.
     """
-    core = _cuda_core()
+    core = cuda_core()
     text = source.read_text(encoding="utf-8")
     # Line information holds the file's name: one that is the same on every machine keeps binaries reproducible.
     name = f"/embforge/{source.name}"
@@ -52,7 +52,7 @@ def numbered_log(source: Path, text: str, log: str) -> str:
 
 def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of the NVRTC in use. `ToolchainError` without one."""
-    _cuda_core()
+    cuda_core()
     from cuda.bindings import nvrtc
 
     error, major, minor = nvrtc.nvrtcVersion()
@@ -74,17 +74,28 @@ def nvrtc_fingerprint(arch: str) -> dict[str, str]:
     }
 
 
+def installed_nvrtc() -> tuple[int, int] | None:
+    """Major and minor version of the NVRTC package, without loading it; None where there is none to ask."""
+    found = package_version("nvidia-cuda-nvrtc") or package_version("nvidia-cuda-nvrtc-cu12")
+    if found is None:
+        return None
+    major, minor = (int(part) for part in found.split(".")[:2])
+    return major, minor
+
+
 def check_driver(driver_version: tuple[int, int], compiler_version: tuple[int, int]) -> None:
     """`ToolchainError` if this driver cannot load this NVRTC's cubins: its major must not exceed the driver's."""
-    if compiler_version[0] > driver_version[0]:
+    driver, compiler = driver_version[0], compiler_version[0]
+    if compiler > driver:
         raise ToolchainError(
-            f"NVRTC {compiler_version[0]}.{compiler_version[1]} makes kernels that this driver, for CUDA "
-            f"{driver_version[0]}.{driver_version[1]}, cannot load; install embforge[cu{driver_version[0]}] "
-            "or update the driver"
+            f"NVRTC {compiler}.{compiler_version[1]} makes kernels that this driver, for CUDA "
+            f"{driver}.{driver_version[1]}, cannot load; update the driver to one for CUDA {compiler}, or install "
+            f"cuda-bindings and nvidia-cuda-nvrtc of version {driver}.x, or uninstall NVRTC here and deploy the "
+            f"kernels that `embforge gen` makes where NVRTC {driver}.x is installed"
         )
 
 
-def _cuda_core() -> Any:
+def cuda_core() -> Any:
     try:
         with _IMPORTING:
             import cuda.core

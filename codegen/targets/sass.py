@@ -16,7 +16,7 @@ from typing import Any
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.arch import arch_named, resident_threads
-from embforge.codegen.targets.cuda_geometry import cuda_params, geometry_of
+from embforge.codegen.targets.cuda_geometry import cuda_params, geometry_of, long_kinds, long_sizes
 
 BIG_ROW = 64
 """Bytes of a row from which a bucket's loads count: smaller rows are limited by other things."""
@@ -25,6 +25,9 @@ LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7
 CALLS = re.compile(r"\b(?:pool_run|copy_rows|pool_chunk)<(\w+)>")
 LINE = re.compile(r'//## File "[^"]*", line (\d+)')
 FUNCTION = re.compile(r"^\.text\.(\w+):")
+LABEL = re.compile(r"^\s*\.L\w*:")
+ENDS = ("EXIT", "RET", "BRA", "BRX", "JMP", "BAR", "WARPSYNC", "BSYNC")
+"""Instructions past which loads are not counted together, because others may come between."""
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*)")
 
 
@@ -50,8 +53,8 @@ class KernelCode:
 def kernel_resources(plan: Plan, source: str, binary: bytes) -> list[dict[str, Any]]:
     """Per kernel symbol: what it takes and what it keeps in flight. `source` is the text the binary was made from.
 
-    `bytes_in_flight`: loads before the first use of a result, times the threads that a multiprocessor holds; the
-    least over the loops of buckets whose rows have 64 bytes or more, None if there is no such loop.
+    `bytes_in_flight`: loads before the first use of a result, times the threads that a multiprocessor holds and that
+    have a row to load; the least over the loops of buckets whose rows have 64 bytes or more, None without such a loop.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"
@@ -88,13 +91,16 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
                 kernel.local_store_bytes += _width(opcode) if opcode.startswith("STL") else 0
             if opcode.startswith("LDG") and chain and chain[0] in load_lines:
                 struct = next((c[1] for n in chain if (c := CALLS.search(lines[n - 1]))), None)
-                if group is None or group.struct != struct:
+                results = _results(opcode, operands)
+                if group is None or group.struct != struct or results & group.registers:
                     group = LoadGroup(struct)
                     kernel.groups.append(group)
                 group.widths.append(_width(opcode))
-                group.registers |= _results(opcode, operands)
-            elif group and (_touched(operands) & group.registers or opcode in ("EXIT", "RET")):
+                group.registers |= results
+            elif group and (_touched(operands) & group.registers or opcode.startswith(ENDS)):
                 group = None
+        elif LABEL.match(text):
+            group = None
     return kernels
 
 
@@ -102,8 +108,8 @@ def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelC
     arch, threads = arch_named(plan.arch), cuda_params(plan).block
     shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from there on
     resident = resident_threads(arch, threads, registers, shared)
-    rows = _row_bytes(plan)
-    big = [g for g in code.groups if rows.get(g.struct or "", 0) >= BIG_ROW]
+    use = {None: (0, 1.0)} | _use(plan)
+    in_flight = [(g, round(sum(g.widths) * resident * use[g.struct][1])) for g in code.groups]
     return {
         "symbol": symbol,
         "registers": registers,
@@ -111,20 +117,25 @@ def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelC
         "local_instructions": code.local_instructions,
         "shared_bytes": shared,
         "occupancy": round(resident / arch.threads, 3),
-        "bytes_in_flight": min((sum(g.widths) * resident for g in big), default=None),
+        "bytes_in_flight": min((n for g, n in in_flight if use[g.struct][0] >= BIG_ROW), default=None),
         "loads": [
-            {"bucket": g.struct, "load_bytes": max(g.widths), "loads": len(g.widths), "bytes": sum(g.widths) * resident}
-            for g in code.groups
+            {"bucket": g.struct, "load_bytes": min(g.widths), "loads": len(g.widths), "bytes": n} for g, n in in_flight
         ],
     }
 
 
-def _row_bytes(plan: Plan) -> dict[str, int]:
-    """The widest row that each loop in the source loads."""
-    found: dict[str, int] = {}
-    for g in geometry_of(plan):
-        for name in (g.name, g.long_kind):
-            found[name] = max(found.get(name, 0), g.bucket.row_bytes)
+def _use(plan: Plan) -> dict[str | None, tuple[int, float]]:
+    """Of each loop in the source: the bytes of a row, and the share of a block's threads that load.
+
+    Of buckets that share a loop the one with the least share counts, among those with big rows if there are any.
+    """
+    geometry = geometry_of(plan)
+    chunks = long_sizes(plan, geometry)["chunks"]
+    found: dict[str | None, tuple[int, float]] = {g.name: (g.bucket.row_bytes, g.use) for g in geometry}
+    for kind in long_kinds(plan, geometry):
+        big = [g for g in kind.members if g.bucket.row_bytes >= BIG_ROW] or kind.members
+        worst = min(big, key=lambda g: g.use_of(chunks))
+        found[kind.name] = worst.bucket.row_bytes, worst.use_of(chunks)
     return found
 
 

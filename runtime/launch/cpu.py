@@ -20,6 +20,11 @@ from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.metadata import Metadata
 from embforge.memory import SMALL, Results
 
+PACKED = (
+    "metadata", "values", "offsets", "weights", "pooled", "sequence", "batch", "num_values", "parallel_for", "threads",
+)  # fmt: skip
+"""The arguments in the order in which a call packs them."""
+
 # What the kernel returns.
 OK, BAD_OFFSETS, BAD_ID, NO_MEMORY = 0, 1, 2, 3
 
@@ -37,7 +42,10 @@ class CpuForward:
         self._call: Any = getattr(ctypes.CDLL(str(library)), f"{plan.uri}_words")
         self._call.restype = ctypes.c_int64
         self._call.argtypes = [ctypes.c_char_p]
-        self._pack = struct.Struct(f"={len(arguments_of('cpu'))}q").pack
+        names = tuple(a.name for a in arguments_of("cpu"))
+        if names != PACKED:
+            raise AssertionError(f"the kernel takes {names}, this launcher packs {PACKED}")
+        self._pack = struct.Struct(f"={len(PACKED)}q").pack
         self._parallel_for = torch_parallel_for()
 
     def __call__(

@@ -20,8 +20,15 @@ from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.cuda_launch import QUEUE_COUNTERS, ForwardLaunch, launch_of, status_size
-from embforge.codegen.targets.nvrtc import check_driver, nvrtc_version
+from embforge.codegen.targets.cuda_launch import (
+    QUEUE_COUNTERS,
+    ForwardLaunch,
+    LaunchShape,
+    launch_of,
+    shape_of,
+    status_size,
+)
+from embforge.codegen.targets.nvrtc import check_driver, cuda_core, installed_nvrtc
 from embforge.inputs import Batch
 from embforge.launch.metadata import Metadata
 
@@ -57,6 +64,9 @@ class Gpu(Protocol):
     def send(self, words: Tensor) -> Message:
         """Starts copying a small tensor to the host, behind all work on the stream."""
 
+    def wait(self, device: torch.device) -> None:
+        """Waits for all work on the device, whatever stream it is on."""
+
 
 class TorchGpu:
     """The GPU that torch uses, and torch's current stream on it."""
@@ -81,6 +91,9 @@ class TorchGpu:
     def send(self, words: Tensor) -> Message:
         return _PinnedCopy(words)
 
+    def wait(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
 
 class _PinnedCopy:
     """A copy to pinned memory and the event behind it."""
@@ -100,7 +113,7 @@ class _PinnedCopy:
 
 @dataclass
 class _Watch:
-    """The status words of the calls on one device with one bounds mode, and the last copy of them under way."""
+    """The status words of the calls on one device with one bounds mode, and a copy of them under way."""
 
     status: Tensor
     message: Message | None = None
@@ -109,16 +122,19 @@ class _Watch:
 class CudaForward:
     """One plan's loaded forward kernels.
 
-    `ToolchainError` if the kernels come from an NVRTC that is newer than the driver.
+    `ToolchainError` if the NVRTC installed here makes kernels that the driver cannot load. Where none is installed the
+    kernels were made elsewhere, and the driver judges them itself.
     """
 
     def __init__(self, plan: Plan, cubin: bytes, gpu: Gpu | None = None) -> None:
-        from cuda import core
-
+        core = cuda_core()
         self.plan = plan
         self._gpu: Gpu = gpu or TorchGpu()
-        check_driver(self._gpu.driver_version(), nvrtc_version())
+        compiler = installed_nvrtc()
+        if compiler is not None:
+            check_driver(self._gpu.driver_version(), compiler)
         self._core = core
+        self._shape = shape_of(plan)
         self._code = core.ObjectCode.from_cubin(cubin, name=plan.uri)
         self._kernels: dict[str, Any] = {}
         self._arguments = arguments_of("cuda")
@@ -131,7 +147,7 @@ class CudaForward:
         """Pooled output, and the flat rows of `none` features if the spec has any.
 
         Raises what an earlier call left behind, as `check` does, if its news have arrived; ValueError for a batch that
-        no launch can hold.
+        no launch can hold; RuntimeError in a graph capture if a first call has not prepared what it needs.
         """
         values, offsets, weights, size, _ = batch
         device, plan = values.device, self.plan
@@ -141,10 +157,15 @@ class CudaForward:
             sequence = torch.empty(sequence_elements, dtype=self._output_dtype, device=device)
         if size == 0 and values.numel():
             raise ValueError(f"offsets: values has {values.numel()} ids, offsets has no bag for them; both must agree")
-        work = _launch_of(plan, size, values.numel())
+        work = _launch_of(self._shape, size, values.numel())
         with self._gpu.on(device):
-            watch = self._watch(device, bounds_check)
             capturing = self._gpu.capturing()
+            if capturing and not self._is_ready(device, bounds_check, work):
+                raise RuntimeError(
+                    "the first call with this device, bounds_check and kind of batch loads kernels, which a graph "
+                    "capture does not allow; call the module once before capturing"
+                )
+            watch = self._watch(device, bounds_check)
             if watch.message is not None and not capturing and watch.message.arrived():
                 self._settle(watch, watch.message.words(), bounds_check)
             queue = torch.empty(work.queue_words, dtype=torch.int64, device=device)
@@ -165,7 +186,7 @@ class CudaForward:
                 "queue": queue,
             }
             self._launch(device, work, [_packed(given[argument.name]) for argument in self._arguments])
-            if not capturing:
+            if not capturing and watch.message is None:  # one under way is waited for, or a busy GPU never tells
                 watch.message = self._gpu.send(watch.status)
         return pooled, sequence
 
@@ -174,8 +195,9 @@ class CudaForward:
 
         ValueError for bad offsets and for too long `concat` bags, IndexError for a bad id where bounds are checked.
         """
-        for (device, bounds_check), watch in self._watches.items():
+        for (device, bounds_check), watch in list(self._watches.items()):
             with self._gpu.on(device):
+                self._gpu.wait(device)
                 self._settle(watch, watch.status.tolist(), bounds_check)
 
     def _launch(self, device: torch.device, work: ForwardLaunch, arguments: list[Any]) -> None:
@@ -187,6 +209,10 @@ class CudaForward:
         for kernel in work.kernels:
             config = self._core.LaunchConfig(grid=kernel.grid, block=kernel.block, shmem_size=0)
             self._core.launch(stream, config, self._kernel(kernel.symbol), *arguments)
+
+    def _is_ready(self, device: torch.device, bounds_check: str, work: ForwardLaunch) -> bool:
+        """Whether a launch needs nothing new: no memory that outlives it, no kernel to load."""
+        return (device, bounds_check) in self._watches and all(k.symbol in self._kernels for k in work.kernels)
 
     def _kernel(self, symbol: str) -> Any:
         if symbol not in self._kernels:
@@ -211,8 +237,8 @@ class CudaForward:
                 raise ERRORS[kind](self.plan.spec, records[kind])
 
 
-def _launch_of(plan: Plan, batch: int, num_values: int) -> ForwardLaunch:
-    work = launch_of(plan, batch, num_values)
+def _launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:
+    work = launch_of(shape, batch, num_values)
     blocks = max((kernel.grid for kernel in work.kernels), default=0)
     if batch > MOST_BLOCKS or blocks > MOST_BLOCKS:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -48,12 +48,25 @@ class Kernel(Protocol):
         """Raises the error that an earlier call left pending, if any."""
 
 
-@lru_cache(maxsize=256)
 def kernel_of(program: str) -> Kernel:
     """The program's kernel, built and loaded on first use.
 
     Raises `MissingKernelError`, `CompileError` or `ToolchainError`.
     """
+    kernel = _LOADED.get(program)
+    return kernel if kernel is not None else _LOADED.setdefault(program, _load(program))
+
+
+def loaded_kernel(program: str) -> Kernel | None:
+    """The program's kernel if anybody has called it yet."""
+    return _LOADED.get(program)
+
+
+_LOADED: dict[str, Kernel] = {}
+"""A cache: a program's text decides its kernel. Never emptied, because captured graphs point into loaded code."""
+
+
+def _load(program: str) -> Kernel:
     parsed = Program.from_text(program)
     plan = parsed.plan
     if plan.target == "reference":

@@ -1,13 +1,16 @@
-"""What kernels know of the tables: one int64 tensor, rebuilt only when storage moves."""
+"""What kernels know of the tables: one int64 tensor, made anew only when storage moves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.signature import METADATA_WORDS
 
 UNCHECKED_ROWS = -1
@@ -16,21 +19,36 @@ UNCHECKED_ROWS = -1
 
 @dataclass(frozen=True)
 class Metadata:
-    """`words`: int64 `[tables, METADATA_WORDS]` on the tables' device, valid while the addresses are."""
+    """`words`: int64 `[tables, METADATA_WORDS]` on the tables' device."""
 
-    addresses: tuple[int, ...]
     words: Tensor
     pointer: int
 
 
 def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:
-    """The metadata of tables as they lie now."""
-    addresses = tuple(map(Tensor.data_ptr, tables))
+    """The metadata of tables as they lie now. Equal facts give the same object, without a copy to the device."""
     checked = bounds_check != "unchecked"
-    facts = [
-        {"address": address, "rows": table.shape[0] if checked else UNCHECKED_ROWS}
-        for address, table in zip(addresses, tables, strict=True)
-    ]
-    words = torch.tensor([[fact[word] for word in METADATA_WORDS] for fact in facts], dtype=torch.int64)
-    words = words.to(tables[0].device)
-    return Metadata(addresses, words, words.data_ptr())
+    facts = tuple((t.data_ptr(), t.shape[0] if checked else UNCHECKED_ROWS) for t in tables)
+    return _metadata(facts, tables[0].device)
+
+
+def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:
+    """Refuses tables that do not lie as the layout says, which kernels have compiled in: ValueError with the name."""
+    for placed, table in zip(layout.tables, tables, strict=True):
+        spec = placed.table
+        dtype = getattr(torch, DTYPES[spec.dtype].torch_name)
+        strides = (placed.stride_elements, 1)
+        lies = table.dim() == 2 and (table.stride() == strides or table.shape[0] == 1)
+        if table.dtype != dtype or not lies or table.shape[1] != spec.embedding_dim:
+            raise ValueError(
+                f"table {spec.name!r}: {table.dtype} {tuple(table.shape)} with strides {table.stride()} stands in its "
+                f"place; its kernel needs {dtype} rows of {spec.embedding_dim} with strides {strides}: "
+                "copy into module.weight(name) instead of replacing it"
+            )
+
+
+@lru_cache(maxsize=256)
+def _metadata(facts: tuple[tuple[int, int], ...], device: torch.device) -> Metadata:
+    assert METADATA_WORDS == ("address", "rows")
+    words = torch.tensor(facts, dtype=torch.int64, device="cpu").to(device)
+    return Metadata(words, words.data_ptr())

@@ -31,13 +31,14 @@ class StaticTable(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Rows drawn uniformly from +-1/sqrt(rows), as is usual for recommenders."""
+        """Rows drawn uniformly from +-1/sqrt(rows), as is usual for recommenders; fp8 from at least +-2^-6."""
         if self.weight.is_meta:
             return
         bound = 1 / math.sqrt(self.layout.table.num_embeddings)
         if self.weight.dtype.itemsize > 1:
             self.weight.uniform_(-bound, bound)
             return
+        bound = max(bound, 2**-6)  # fp8 has no numbers between 0 and 2^-9
         for rows in self.weight.split(1 << 16):  # torch draws no fp8: convert a slice at a time
             rows.copy_(torch.empty(rows.shape, device=rows.device).uniform_(-bound, bound))
 

@@ -13,10 +13,10 @@ import torch
 from conformance import naive
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import cases, examples, seeds, specs
+from strategies import CPU_PARAMS, cases, examples, seeds, specs
 
 from embforge.cases import Case, draw_batch, draw_tables
-from embforge.codegen.params import PARAMS
+from embforge.codegen.params import PARAMS, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import arch_of
@@ -30,19 +30,22 @@ THREADS = (1, 2, 5)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def kernel(spec: CollectionSpec, backend: str, id_dtype: str) -> Kernel:
-    plan = Plan("forward", backend, arch_of(backend, torch.device("cpu")), id_dtype, spec, PARAMS[backend]())
+def kernel(spec: CollectionSpec, backend: str, id_dtype: str, params: Params | None = None) -> Kernel:
+    params = params if params and backend == "cpu" else PARAMS[backend]()
+    plan = Plan("forward", backend, arch_of(backend, torch.device("cpu")), id_dtype, spec, params)
     return kernel_of(Program(plan).text)
 
 
-def check(spec: CollectionSpec, backend: str, case: Case, seed: int, special: bool) -> None:
+def check(
+    spec: CollectionSpec, backend: str, case: Case, seed: int, special: bool, params: Params | None = None
+) -> None:
     """One batch on one backend with every thread count."""
     drawn, tables = draw_batch(spec, case, seed), draw_tables(spec, seed, special)
     expected: Result = reference.lookup(spec, *drawn, tables, bounds_check="zero")
     probe = Probe(case, special, drawn, tables, expected)
     for threads in THREADS if backend != "reference" else (1,):
         with torch_threads(threads):
-            got = run(kernel(spec, backend, case.id_dtype), probe)
+            got = run(kernel(spec, backend, case.id_dtype, params), probe)
         if backend == "reference":
             with np.errstate(all="ignore"):
                 wanted = naive.lookup(spec, *drawn, tables)
@@ -54,12 +57,19 @@ def check(spec: CollectionSpec, backend: str, case: Case, seed: int, special: bo
 
 
 @every_backend
-@given(spec=specs(), batches=st.lists(st.tuples(cases(), seeds), min_size=8, max_size=12), special=st.booleans())
+@given(
+    spec=specs(),
+    batches=st.lists(st.tuples(cases(), seeds), min_size=8, max_size=12),
+    special=st.booleans(),
+    params=st.sampled_from(CPU_PARAMS),
+)
 @examples(8)
-def test_any_spec_and_batch(backend: str, spec: CollectionSpec, batches: list[tuple[Case, int]], special: bool) -> None:
+def test_any_spec_and_batch(
+    backend: str, spec: CollectionSpec, batches: list[tuple[Case, int]], special: bool, params: Params
+) -> None:
     one_kernel = batches[0][0].id_dtype
     for case, seed in batches:
-        check(spec, backend, replace(case, id_dtype=one_kernel), seed, special)
+        check(spec, backend, replace(case, id_dtype=one_kernel), seed, special, params)
 
 
 WIDE = CollectionSpec(

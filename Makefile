@@ -61,8 +61,8 @@ clean: ## remove everything that make made
 # torch goes first and alone: its wheels pin CUDA packages of their own. The lock is complete, so nothing after it
 # is resolved (--no-deps) and nothing can pull another torch.
 $(READY): requirements.lock pyproject.toml
-	@test -n '$(PYTHON)' && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo 'embforge needs Python 3.11 or later; found: $(PYTHON). Name one by make PYTHON=...' >&2; exit 1; }
+	@test -x $(RUN)python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo 'embforge needs Python 3.11 or later; found: $(or $(PYTHON),none). Name one by make PYTHON=...' >&2; exit 1; }
 	test -x $(RUN)python || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.ready-*
 	$(PIP) install '$(TORCH)'

@@ -66,7 +66,8 @@ def verdicts_of(case: tuple[str, str, str], cold: float, cached: float) -> list[
     spec, target, _ = case
     limits = [("cold", cold, COLD_SECONDS.get((spec, target))), ("cached", cached, CACHED_SECONDS)]
     return [
-        f"{'pass' if taken <= limit else 'MISS'}  {' '.join(case)}: {kind} build {_shown(taken)}, at most {_shown(limit)}"
+        f"{'pass' if taken <= limit else 'MISS'}  {' '.join(case)}: "
+        f"{kind} build {_shown(taken)}, at most {_shown(limit)}"
         for kind, taken, limit in limits
         if limit is not None
     ]

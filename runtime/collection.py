@@ -175,7 +175,15 @@ class EmbeddingCollection(nn.Module):
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch[0]
-        if _is_compiling() or _is_watched(tables, values, batch[2]):
+        if (  # somebody must see the operator: a tracer, a mode, a transform, the profiler, a subclass, autograd
+            _is_compiling()
+            or _dispatch_modes() > 0
+            or _functorch_level() is not None
+            or _profiler_enabled()
+            or _tracing_state() is not None
+            or type(values) is not Tensor
+            or (_is_grad_enabled() and _want_gradients(tables, batch[2]))
+        ):
             return self._call_operator(tables, batch, sequence_rows)
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
@@ -270,21 +278,11 @@ class EmbeddingCollection(nn.Module):
         self._programs = self._program_texts()
 
 
-def _is_watched(tables: list[Any], values: Tensor, weights: Tensor | None) -> bool:
-    """Whether somebody must see the operator: autograd, a mode, a transform, the profiler, a tensor subclass."""
-    if _is_grad_enabled():
-        for table in tables:  # a loop: any() with a generator takes three times as long
-            if table.requires_grad:
-                return True
-        if weights is not None and weights.requires_grad:
+def _want_gradients(tables: list[Any], weights: Tensor | None) -> bool:
+    for table in tables:  # a loop: any() with a generator takes three times as long
+        if table.requires_grad:
             return True
-    return (
-        _dispatch_modes() > 0
-        or _functorch_level() is not None
-        or _profiler_enabled()
-        or _tracing_state() is not None
-        or type(values) is not Tensor
-    )
+    return weights is not None and weights.requires_grad
 
 
 def _backend(wanted: str | None, device: torch.device) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.build_times import verdicts_of
 from benchmarks.criteria import geometric_mean, judge, judge_all
 from benchmarks.page import BEGIN, END, write_page
 from benchmarks.workloads import BenchWorkload, read_workloads
@@ -205,3 +206,10 @@ def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     page.write_text("no markers")
     with pytest.raises(ValueError, match="lost its markers"):
         write_page(tmp_path, workloads, reports, verdicts, [])
+
+
+def test_build_times_are_judged() -> None:
+    assert [line[:4] for line in verdicts_of(("dlrm", "cuda", "sm_90"), 1.9, 0.021)] == ["pass", "MISS"]
+    assert [line[:4] for line in verdicts_of(("dlrm", "cuda", "sm_90"), 2.1, 0.02)] == ["MISS", "pass"]
+    (line,) = verdicts_of(("dlrm", "cpu", "avx2"), 60.0, 0.004)
+    assert line == "pass  dlrm cpu avx2: cached build 4 ms, at most 20 ms"

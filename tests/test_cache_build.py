@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from embforge.codegen import build as build_module
-from embforge.codegen.build import Built, build, build_many
+from embforge.codegen.build import Built, build, build_many, jit_allowed
+from embforge.codegen.cli.common import params_of
 from embforge.codegen.cli.gen import emit
 from embforge.codegen.errors import CompileError, MissingKernelError, ToolchainError
-from embforge.codegen.params import CpuParams
+from embforge.codegen.machine import find_compiler
+from embforge.codegen.manifest import gen_command
+from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import Target
@@ -119,6 +124,46 @@ def test_without_jit_the_missing_kernel_and_the_remedy_are_named(
     assert build(plan_of(5)).cached
 
 
+@pytest.mark.parametrize(
+    ("value", "allowed"), [("0", False), ("false", False), ("No", False), ("off", False), ("1", True), ("", True)]
+)
+def test_ways_to_forbid_compiling(monkeypatch: pytest.MonkeyPatch, value: str, allowed: bool) -> None:
+    monkeypatch.setenv("EMBFORGE_JIT", value)
+    assert jit_allowed() == allowed
+
+
+def test_the_command_named_makes_the_very_plan(tmp_path: Path) -> None:
+    plan = replace(
+        plan_of(), target="cuda", arch="sm_90", id_dtype="int32", params=CudaParams(pipeline=(8, 2), block=128)
+    )
+    command = gen_command(plan, tmp_path / "a b")
+    wanted = "--target cuda --arch sm_90 --ids int32 --param block=128 --param pipeline=8,2 --out "
+    assert command == f"embforge gen SPEC {wanted}'{tmp_path / 'a b'}'"
+    overrides = [word for word in command.split() if "=" in word]
+    assert params_of("cuda", overrides) == plan.params
+
+
+def test_explain_says_that_a_kernel_is_missing(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import embforge as ef
+
+    module = ef.EmbeddingCollection(plan_of().spec)
+    assert "compiled at the first call" in ef.explain(module)
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+    assert re.search(r"missing, and EMBFORGE_JIT forbids.*embforge gen .*--ids int32", ef.explain(module, "int32"))
+    with pytest.raises(TypeError, match="EmbeddingCollection, got 3"):
+        ef.explain(3)
+
+
+def test_a_compiler_command_of_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = find_compiler()
+    monkeypatch.setenv("CXX", f"env {plain.path}")
+    several = find_compiler()
+    assert several.command == (several.path, plain.path) and several.version == plain.version
+    assert Path(several.path).name == "env"
+    with pytest.raises(ToolchainError, match="No closing quotation"):
+        find_compiler("g++ 'odd")
+
+
 def test_without_jit_and_compiler_the_answer_is_the_same(
     fresh_cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +213,19 @@ def test_stale_or_damaged_kernels_are_refused(
         build(plan_of(), kernels=tmp_path)
 
 
-@pytest.mark.parametrize("text", [None, "not json", "[]", "{}", '{"schema": 999, "kernels": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "not json",
+        "[]",
+        "{}",
+        '{"schema": 999, "kernels": []}',
+        '{"schema": 1}',
+        '{"schema": 1, "embforge": "0", "kernels": [{"uri": "x"}]}',
+        '{"schema": 1, "embforge": "0", "kernels": [3]}',
+    ],
+)
 def test_directory_without_a_manifest_is_refused(
     fresh_cache: Path, tmp_path: Path, compiled: list[str], text: str | None
 ) -> None:

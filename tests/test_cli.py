@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from embforge.codegen import cache
-from embforge.codegen.cli.common import load_spec, params_of
+from embforge.codegen.cli.common import load_spec, params_of, print_json
 from embforge.codegen.cli.main import main
 from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CpuParams, CudaParams
@@ -256,3 +256,58 @@ def test_params_are_read_as_written() -> None:
     assert params_of("cuda", ["pipeline=(8,2)", "cache_hint=default"]) == expected
     with pytest.raises(PlanError, match="prefetch_level='maybe'"):
         params_of("cpu", ["prefetch_level=maybe"])
+
+
+def test_verify_without_a_gpu_is_exit_code_3(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("verify", tiny, "--on", "cuda", code=3)
+    assert result.stderr.count("\n") == 1 and "use --on cpu" in result.stderr
+    assert run_json("verify", tiny, "--on", "cuda", code=3)["kind"] == "ToolchainError"
+
+
+def test_gen_ignores_the_kernels_it_is_to_replace(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the remedy that every other command names, so nothing in the environment may keep it from working."""
+    out = tmp_path / "kernels"
+    words = ("gen", tiny, "--target", "cpu", "--arch", "generic", "--out", out)
+    monkeypatch.setenv("EMBFORGE_KERNELS", str(out))
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+    run(*words)
+    (kernel,) = json.loads((out / "manifest.json").read_text())["kernels"]
+    (out / kernel["binary"]).write_bytes(b"damaged")
+    run(*words)
+    assert cache.sha256_of((out / kernel["binary"]).read_bytes()) == kernel["binary_sha256"]
+
+
+@pytest.mark.parametrize("text", ["[]", "nonsense", '{"schema": 1}', '{"schema": 0, "kernels": []}'])
+def test_gen_begins_a_damaged_manifest_anew(tiny: str, tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    words = ("gen", tiny, "--target", "cpu", "--arch", "avx2", "--sources-only", "--out", tmp_path)
+    assert "begun anew, because" in run(*words).stderr
+    assert len(json.loads((tmp_path / "manifest.json").read_text())["kernels"]) == 1
+    assert run(*words).stderr == ""
+
+
+def test_a_file_that_cannot_be_written_is_exit_code_3(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ("gen", tiny, "--target", "cpu", "--arch", "avx2", "--sources-only", "--out", tmp_path / "file" / "out")
+    result = run(*words, code=3)
+    assert result.stderr.count("\n") == 1 and str(tmp_path / "file") in result.stderr
+    assert run_json(*words, code=3)["kind"] == "NotADirectoryError"
+
+
+def test_unknown_peer_is_exit_code_2_with_and_without_json(tiny: str) -> None:
+    words = ("bench", tiny, "--against", "torch,bogus")
+    assert re.search("'bogus' is not known; allowed: torch, fbgemm", run(*words, code=2).stderr)
+    assert "'bogus'" in run_json(*words, code=2)["error"]
+
+
+@pytest.mark.parametrize("command", ["ls", "clear"])
+def test_a_cache_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EMBFORGE_CACHE_DIR", str(tmp_path / "file"))
+    assert f"{tmp_path / 'file'} is not a directory" in run("cache", command, code=3).stderr
+
+
+def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": (float("inf"), 1.5), "b": [{"c": float("nan")}]})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": [{"c": None}]}

@@ -16,7 +16,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import nvrtc, sass
 from embforge.codegen.targets.arch import ARCHS
-from embforge.codegen.targets.cuda_geometry import geometry_of
+from embforge.codegen.targets.cuda_geometry import NEARLY, geometry_of
 
 SPECS = Path(__file__).parent.parent / "examples/specs"
 EXAMPLES = ("dlrm", "llm_vocab", "mixed")
@@ -43,7 +43,8 @@ def check_figures(plan: Plan) -> list[dict[str, Any]]:
             assert load["load_bytes"] == bucket.vector, load
         least = TARGET_BYTES.get(plan.arch)
         if least and kernel["bytes_in_flight"] is not None:
-            assert kernel["bytes_in_flight"] >= least, kernel
+            nearly = NEARLY if kernel["symbol"].endswith("_long") else 1
+            assert kernel["bytes_in_flight"] >= nearly * least, kernel
     assert seen == set(loops), "a loop's loads were not found in the machine code"
     for g in geometry_of(plan):
         for width in (32, 16):
@@ -123,6 +124,38 @@ def test_loads_before_the_first_use_are_counted() -> None:
     kernel = sass.read_code(code, source)["kernel"]
     assert [(g.struct, g.widths) for g in kernel.groups] == [("bucket", [16, 16]), ("bucket", [32])]
     assert (kernel.local_instructions, kernel.local_store_bytes) == (1, 8)
+
+
+def test_loads_are_not_counted_together_across_jumps_and_labels_or_into_the_same_register() -> None:
+    source = "void load_row(\n" + "\n" * 10 + "case 0: pool_run<bucket>(a);\n"
+    chain = '\t//## File "x.cu", line 2 inlined at "x.cu", line 12\n\t//## File "x.cu", line 12\n'
+    load = chain + "        /*0000*/               @P1 LDG.E.NA.128.CONSTANT R{}, [R42.64] ;\n"
+    between = {
+        "        /*0010*/               @P0 BRA `(.L_x_1) ;\n": 20,
+        "        /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;\n": 20,
+        ".L_x_1:\n": 20,
+        "        /*0010*/                   NOP ;\n": 16,
+    }
+    for text, second in between.items():
+        code = ".text.kernel:\n" + load.format(16) + text + load.format(second)
+        assert [g.widths for g in sass.read_code(code, source)["kernel"].groups] == [[16], [16]], text
+
+
+def test_idle_threads_have_no_bytes_in_flight() -> None:
+    spec = CollectionSpec((TableSpec("t", 1000, 16),), (FeatureSpec("f", "t"),), name="idle")
+    plan = plan_of(spec, "sm_100")  # two lanes a row: a unit's 64 chunks occupy half of a block
+    kernels = {k["symbol"]: k for k in check_figures(plan)}
+    main, long = kernels[plan.uri]["loads"][0], kernels[f"{plan.uri}_long"]["loads"][0]
+    threads = ARCHS["sm_100"].threads
+    assert main["bytes"] == main["loads"] * 32 * kernels[plan.uri]["occupancy"] * threads
+    assert long["bytes"] == long["loads"] * 32 * kernels[f"{plan.uri}_long"]["occupancy"] * threads / 2
+
+
+def test_thousands_of_features_compile() -> None:
+    features = tuple(FeatureSpec(f"f{i}", "t") for i in range(3000))
+    plan = plan_of(CollectionSpec((TableSpec("t", 1000, 8),), features, name="many"), "sm_90")
+    assert "__device__ const Feature FEATURES[]" in source_of(plan)
+    assert build(plan).binary.stat().st_size > 0
 
 
 def test_a_compile_error_shows_the_log_beside_numbered_lines(tmp_path: Path) -> None:

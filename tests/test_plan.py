@@ -117,3 +117,18 @@ def test_prototype_lists_the_target_s_arguments_in_order(target: str) -> None:
     assert len(lines) == len(names)
     assert all(f" {name}" in line for name, line in zip(names, lines, strict=True))
     assert names == [a.name for a in FORWARD if a.name in names]
+
+
+@pytest.mark.parametrize(
+    ("target", "field", "value"),
+    [
+        ("cpu", "prefetch_bytes", 4096.0),
+        ("cpu", "prefetch_level", True),
+        ("cuda", "pipeline", (8.0, 2)),
+        ("cuda", "pipeline", (8, 2, 1)),
+    ],
+)
+def test_a_number_of_another_type_is_refused(target: str, field: str, value: Any) -> None:
+    """It would equal a choice, and then appear in generated code."""
+    with pytest.raises(PlanError, match=f"plan field {field}="):
+        PARAMS[target](**{field: value})

@@ -154,3 +154,27 @@ def test_schema_names_every_field() -> None:
     assert list(feature["properties"]) == ["name", "table", "pooling", "weighted", "hotness", "padding_idx"]
     assert table["properties"]["dtype"]["enum"] == ["fp32", "fp16", "bf16", "fp8_e4m3"]
     assert set(table["required"]) == {"name", "num_embeddings", "embedding_dim"}
+
+
+def test_schema_has_the_rules() -> None:
+    schema = json_schema()
+    table, feature = (schema["properties"][kind]["items"] for kind in ("table", "feature"))
+    assert table["additionalProperties"] is feature["additionalProperties"] is False
+    bounds = {
+        name: [(o["minimum"], o["maximum"]) for o in feature["properties"][name]["anyOf"] if o["type"] == "integer"]
+        for name in ("hotness", "padding_idx")
+    }
+    assert bounds == {"hotness": [(1, 2**20)], "padding_idx": [(0, 2**40 - 1)]}
+    rules = {rule["if"]["properties"]["pooling"]["const"]: rule["then"] for rule in feature["allOf"]}
+    assert rules["concat"]["required"] == ["hotness"]
+    assert rules["max"]["properties"] == {"weighted": {"const": False}}
+
+
+def test_a_field_given_twice() -> None:
+    with pytest.raises(SpecError, match="table 'x': name is given twice"):
+        TableSpec("t", 1, 2, name="x")  # type: ignore[misc]
+
+
+def test_a_name_that_is_no_text_names_nothing() -> None:
+    with pytest.raises(SpecError, match=r"^collection: name=3: "):
+        CollectionSpec([TABLE], [FeatureSpec("f", "t")], name=3)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 
 from embforge import verify as module
 from embforge.cases import Case, draw_batch, draw_tables
-from embforge.codegen.params import PARAMS, ReferenceParams
+from embforge.codegen.cli.common import load_spec
+from embforge.codegen.errors import ToolchainError
+from embforge.codegen.params import PARAMS, CpuParams, ReferenceParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch import reference
 from embforge.pairwise import covering
@@ -135,7 +137,7 @@ def test_covering(choices: dict[str, Any]) -> None:
     assert covering(choices) == rows
 
 
-@pytest.mark.parametrize("lengths", ["usual", "one", "none", "edges", "long"])
+@pytest.mark.parametrize("lengths", ["usual", "one", "none", "edges", "deep", "long"])
 @pytest.mark.parametrize("ids", ["uniform", "zipf", "same"])
 def test_cases_are_what_they_say_and_repeat(lengths: Any, ids: Any) -> None:
     case = Case(20, lengths, ids, "int32", bad_ids=False)
@@ -152,7 +154,7 @@ def test_cases_are_what_they_say_and_repeat(lengths: Any, ids: Any) -> None:
         if feature.pooling == "concat":
             assert int(borders.diff().max()) <= 3
     longest = int(offsets.diff().max())
-    assert longest == {"one": 1, "none": 0, "edges": 129, "long": 300_000}.get(lengths, longest)
+    assert longest == {"one": 1, "none": 0, "edges": 129, "deep": 5000, "long": 300_000}.get(lengths, longest)
     if lengths == "usual":
         assert int(offsets.diff().min()) == 0 and longest > 8
 
@@ -171,3 +173,18 @@ def test_tables_lie_as_the_layout_says_with_poison_between_rows() -> None:
     assert table.as_strided((5, 16), (16, 1))[:, 15].isnan().all() and not table.isnan().any()
     (special,) = draw_tables(CollectionSpec([TableSpec("t", 500, 15)], [FeatureSpec("f", "t")]), 0, special=True)
     assert special.isnan().any() and special.isinf().any() and (special.signbit() & (special == 0)).any()
+
+
+@pytest.mark.parametrize("name", ["mixed", "dlrm"])
+def test_example_specs(name: str) -> None:
+    """The specs that ship pass what they tell their readers to run, but for the size of their tables."""
+    spec = load_spec(name)
+    spec = replace(spec, tables=tuple(replace(t, num_embeddings=min(t.num_embeddings, 2000)) for t in spec.tables))
+    rows = verify(spec, on="cpu", params=[CpuParams()], batch_sizes=(1, 16), threads=(2,))
+    assert len(rows) > 10 and [row for row in rows if not row.passed] == []
+
+
+def test_without_a_gpu_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ToolchainError, match=r"verify --on cuda needs a CUDA device.*--on cpu"):
+        verify(SPEC, on="cuda")

@@ -39,6 +39,10 @@ from embforge.codegen.targets.nvrtc import compile_cubin, nvrtc_fingerprint
 from embforge.codegen.targets.sass import kernel_resources
 
 LOAD_HINT = {"no_allocate": ".L1::no_allocate", "evict_last": ".L1::evict_last", "default": ""}
+CONSTANT_MEMORY = 60 * 1024
+"""Bytes of constant memory that records may take; the compiler's own constants get the rest of the 64 KB."""
+FEATURE_RECORD, SHAPE_RECORD, SEQUENCE_RECORD = 40, 40, 12
+"""Bytes of the template's Feature, Shape and SequenceFeature, at most."""
 MERGE_LEVELS = 5
 """Levels of units of 4096 ids: 64 ** 5 units are more than memory holds."""
 
@@ -61,6 +65,8 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "hardware_bf16": arch.number >= 80,
         "id_type": DTYPES[plan.id_dtype].c_type,
         "row_type": row_type(plan),
+        "column_type": "int32_t" if plan.layout.output_width < 2**31 else "int64_t",
+        "constants": "__constant__" if _constant_bytes(plan, geometry) <= CONSTANT_MEMORY else "__device__",
         "out_type": DTYPES[plan.spec.output_dtype].c_type,
         "threads": params.block,
         "chunk": CHUNK,
@@ -95,6 +101,12 @@ def facts_of(plan: Plan) -> dict[str, Any]:
             "kinds": [_long_kind_facts(kind) for kind in long_kinds(plan, geometry)],
         },
     }
+
+
+def _constant_bytes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> int:
+    """Bytes of the records of features and buckets, at most."""
+    features = FEATURE_RECORD * len(plan.layout.features) + SEQUENCE_RECORD * len(plan.layout.sequence_features)
+    return features + SHAPE_RECORD * len(geometry)
 
 
 def _kernel_facts(plan: Plan, symbol: str, members: tuple[BucketGeometry, ...]) -> dict[str, Any]:

@@ -40,6 +40,8 @@ MOST_TOTALS = 32 * 1024
 """Bytes of shared memory for what a block's lanes have summed before the running chunk."""
 SHRINKS = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 """What id_tile and bags_per_block are divided by, in turn, until a kernel's shared memory fits."""
+NEARLY = 15 / 16
+"""Share of the bytes in flight wanted that will do for long bags: their rows can only be doubled, at a high price."""
 GOOD_USE = 0.8
 """Share of a block's threads with a vector to load, from which a cut into tiles is good enough."""
 
@@ -187,23 +189,23 @@ def long_kinds(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> tuple[LongKi
 def long_sizes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
     """Array lengths of the shared memory of long bags: as many chunks at once as there are groups, if they fit."""
     pooled = [g for g in geometry if g.pooled]
-    arch, params = arch_named(plan.arch), cuda_params(plan)
-    elements = max((g.elements for g in pooled), default=1)
-    blocks = min_blocks(plan, wide=True)
+    arch, blocks = arch_named(plan.arch), min_blocks(plan, wide=True)
     room = min(MAX_STATIC_SHARED, arch.shared_bytes // blocks - arch.shared_reserved) - OTHER_SHARED
     weighted = any(g.bucket.weighted for g in pooled)
     chunk_bytes = (CHUNK + 1) * (_row_bytes(plan) + 4 * weighted) + 8
-    fitting = (room - 4 * elements * params.block) // chunk_bytes
-    return {
-        "chunks": max(1, min(max((g.groups for g in pooled), default=1), CHUNK, fitting)),
-        "elements": elements,
-    }
+
+    def parts(chunks: int) -> int:
+        return max((g.elements * g.lanes * min(g.groups, chunks) for g in pooled), default=1)
+
+    most = min(max((g.groups for g in pooled), default=1), CHUNK)
+    chunks = next((c for c in range(most, 1, -1) if 4 * parts(c) + c * chunk_bytes <= room), 1)
+    return {"chunks": chunks, "parts": parts(chunks)}
 
 
 def _long_rows(plan: Plan, members: tuple[BucketGeometry, ...], chunks: int) -> int:
     """Rows for the bytes in flight that the architecture wants, although some threads may have no chunk."""
     vector = members[0].vector
-    lane_bytes = _lane_bytes(plan) / min(g.use_of(chunks) for g in members)
+    lane_bytes = NEARLY * _lane_bytes(plan) / min(g.use_of(chunks) for g in members)
     most = min(MOST_LONG_ROWS, LONG_BYTES // vector)
     return min(power_of_two_above(math.ceil(lane_bytes / vector)), most)
 

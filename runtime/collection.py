@@ -15,6 +15,7 @@ from embforge.codegen.machine import host_isa
 from embforge.codegen.params import PARAMS, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.targets.arch import nearest_arch
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
 from embforge.launch.kernels import Kernel, Program, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of
@@ -311,5 +312,4 @@ def arch_of(backend: str, device: torch.device) -> str:
         return host_isa()
     if backend == "reference":
         return "torch"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return nearest_arch(*torch.cuda.get_device_capability(device))

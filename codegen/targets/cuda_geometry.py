@@ -27,8 +27,10 @@ WIDE_ELEMENTS = 8
 WIDE_BLOCKS = 2
 """Blocks of 256 threads that a multiprocessor must hold of the wide kernel and of the one for long bags."""
 BASE_THREADS = 256
-LONG_BYTES = 256
-"""Most bytes in flight a lane in the loop for long bags: 64 registers, half of what its kernel has."""
+BIG_ROW = 64
+"""Bytes of a row from which bytes in flight are promised: smaller rows are limited by other things."""
+MOST_MADE_UP = 16
+"""Accumulators a lane up to which there are registers for rows that make up for idle threads."""
 MOST_ROWS = 8
 MOST_LONG_ROWS = 16
 """Divides the chunk of the canonical sum, so that no batch of rows crosses its border."""
@@ -204,9 +206,11 @@ def long_sizes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> dict[str, in
 
 def _long_rows(plan: Plan, members: tuple[BucketGeometry, ...], chunks: int) -> int:
     """Rows for the bytes in flight that the architecture wants, although some threads may have no chunk."""
-    vector = members[0].vector
-    lane_bytes = NEARLY * _lane_bytes(plan) / min(g.use_of(chunks) for g in members)
-    most = min(MOST_LONG_ROWS, LONG_BYTES // vector)
+    vector, wanted = members[0].vector, _lane_bytes(plan)
+    big = [g for g in members if g.bucket.row_bytes >= BIG_ROW] or members
+    lane_bytes = NEARLY * wanted / min(g.use_of(chunks) for g in big)
+    # Of loads of 16 bytes the compiler does not keep twice as many together.
+    most = min(MOST_LONG_ROWS, max(1, (2 if arch_named(plan.arch).widest_load > 16 else 1) * wanted // vector))
     return min(power_of_two_above(math.ceil(lane_bytes / vector)), most)
 
 
@@ -229,7 +233,7 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, few
     # The same bytes in flight whatever the vector; twice as many where accumulators cost occupancy.
     lane_bytes = 16 * params.pipeline[0] * (2 if elements >= WIDE_ELEMENTS else 1)
     rows = power_of_two_below(max(1, min(lane_bytes // vector, MOST_ROWS)))
-    if arch.widest_load > 16:
+    if arch.widest_load > 16 and elements <= MOST_MADE_UP:
         # What is wanted there is all that the occupancy gives: threads without a vector must be made up for.
         rows = math.ceil(rows * params.block * tiles / (groups * vectors))
     rows = min(rows, max(1, ids // groups))

@@ -16,10 +16,8 @@ from typing import Any
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.arch import arch_named, resident_threads
-from embforge.codegen.targets.cuda_geometry import cuda_params, geometry_of, long_kinds, long_sizes
+from embforge.codegen.targets.cuda_geometry import BIG_ROW, cuda_params, geometry_of, long_kinds, long_sizes
 
-BIG_ROW = 64
-"""Bytes of a row from which a bucket's loads count: smaller rows are limited by other things."""
 LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
 LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7
 CALLS = re.compile(r"\b(?:pool_run|copy_rows|pool_chunk)<(\w+)>")

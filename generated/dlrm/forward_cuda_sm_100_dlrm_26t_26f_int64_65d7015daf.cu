@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_row(Vector<32>& row, const char* address, b
         : "l"(address), "r"(static_cast<uint32_t>(present)));
 }
 
-// One aligned store of BYTES (1, 2, 4, 8 or 16) from the low bytes of `word`.
+// One aligned store of BYTES (2, 4, 8 or 16) from the low bytes of `word`.
 template <int BYTES>
 __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     if constexpr (BYTES == 16) {
@@ -79,6 +79,7 @@ __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     } else if constexpr (BYTES == 4) {
         *static_cast<uint32_t*>(address) = word[0];
     } else {
+        static_assert(BYTES == 2, "no output type is narrower");
         *static_cast<uint16_t*>(address) = static_cast<uint16_t>(word[0]);
     }
 }
@@ -126,47 +127,48 @@ using out_t = float;
 constexpr int THREADS = 256;
 constexpr int64_t OUTPUT_WIDTH = 680;
 constexpr int64_t FEATURE_COUNT = 26;
+constexpr int64_t BUCKET_COUNT = 5;
 constexpr row_t ABSENT = -1;
 
-enum Pooling { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
+enum Pooling : uint8_t { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
 
 struct Feature {
     int index;        // in the spec, and so in offsets
     int table;        // in metadata
     int hotness;      // concat: slots a sample
+    int32_t column;   // of the pooled output
+    row_t padding;    // the id that counts as absent, or -1
     Pooling pooling;
     bool weighted;
-    int64_t column;   // of the pooled output
-    int64_t padding;  // the id that counts as absent, or -1
 };
 
 __constant__ const Feature FEATURES[] = {
-    {2, 2, 0, SUM, false, 24, -1},  // C3 -> t3
-    {11, 11, 0, MEAN, false, 280, -1},  // C12 -> t12
-    {15, 15, 0, SUM, false, 384, -1},  // C16 -> t16
-    {20, 20, 0, MEAN, false, 496, -1},  // C21 -> t21
-    {23, 23, 0, SUM, false, 576, -1},  // C24 -> t24
-    {3, 3, 0, SUM, false, 152, -1},  // C4 -> t4
-    {9, 9, 0, MEAN, false, 232, -1},  // C10 -> t10
-    {25, 25, 0, SUM, false, 648, -1},  // C26 -> t26
-    {0, 0, 0, SUM, false, 0, -1},  // C1 -> t1
-    {6, 6, 0, SUM, false, 200, -1},  // C7 -> t7
-    {10, 10, 0, SUM, false, 264, -1},  // C11 -> t11
-    {12, 12, 0, SUM, false, 344, -1},  // C13 -> t13
-    {14, 14, 0, SUM, false, 368, -1},  // C15 -> t15
-    {17, 17, 0, SUM, false, 456, -1},  // C18 -> t18
-    {18, 18, 0, SUM, false, 472, -1},  // C19 -> t19
-    {1, 1, 0, SUM, false, 16, -1},  // C2 -> t2
-    {4, 4, 0, MEAN, false, 184, -1},  // C5 -> t5
-    {5, 5, 0, SUM, false, 192, -1},  // C6 -> t6
-    {7, 7, 0, SUM, false, 216, -1},  // C8 -> t8
-    {8, 8, 0, SUM, false, 224, -1},  // C9 -> t9
-    {13, 13, 0, SUM, false, 360, -1},  // C14 -> t14
-    {16, 16, 0, SUM, false, 448, -1},  // C17 -> t17
-    {19, 19, 0, SUM, false, 488, -1},  // C20 -> t20
-    {21, 21, 0, MEAN, false, 560, -1},  // C22 -> t22
-    {22, 22, 0, MEAN, false, 568, -1},  // C23 -> t23
-    {24, 24, 0, SUM, false, 640, -1},  // C25 -> t25
+    {2, 2, 0, 24, -1, SUM, false},  // C3 -> t3
+    {11, 11, 0, 280, -1, MEAN, false},  // C12 -> t12
+    {15, 15, 0, 384, -1, SUM, false},  // C16 -> t16
+    {20, 20, 0, 496, -1, MEAN, false},  // C21 -> t21
+    {23, 23, 0, 576, -1, SUM, false},  // C24 -> t24
+    {3, 3, 0, 152, -1, SUM, false},  // C4 -> t4
+    {9, 9, 0, 232, -1, MEAN, false},  // C10 -> t10
+    {25, 25, 0, 648, -1, SUM, false},  // C26 -> t26
+    {0, 0, 0, 0, -1, SUM, false},  // C1 -> t1
+    {6, 6, 0, 200, -1, SUM, false},  // C7 -> t7
+    {10, 10, 0, 264, -1, SUM, false},  // C11 -> t11
+    {12, 12, 0, 344, -1, SUM, false},  // C13 -> t13
+    {14, 14, 0, 368, -1, SUM, false},  // C15 -> t15
+    {17, 17, 0, 456, -1, SUM, false},  // C18 -> t18
+    {18, 18, 0, 472, -1, SUM, false},  // C19 -> t19
+    {1, 1, 0, 16, -1, SUM, false},  // C2 -> t2
+    {4, 4, 0, 184, -1, MEAN, false},  // C5 -> t5
+    {5, 5, 0, 192, -1, SUM, false},  // C6 -> t6
+    {7, 7, 0, 216, -1, SUM, false},  // C8 -> t8
+    {8, 8, 0, 224, -1, SUM, false},  // C9 -> t9
+    {13, 13, 0, 360, -1, SUM, false},  // C14 -> t14
+    {16, 16, 0, 448, -1, SUM, false},  // C17 -> t17
+    {19, 19, 0, 488, -1, SUM, false},  // C20 -> t20
+    {21, 21, 0, 560, -1, MEAN, false},  // C22 -> t22
+    {22, 22, 0, 568, -1, MEAN, false},  // C23 -> t23
+    {24, 24, 0, 640, -1, SUM, false},  // C25 -> t25
 };
 
 // A bucket's features share dim, table type and pooling, and so their inner loop. This is what code that all buckets
@@ -502,20 +504,44 @@ __device__ __forceinline__ int64_t most_long_bags(const Arguments& a) { return a
 
 __device__ __forceinline__ int64_t most_units(const Arguments& a) { return a.num_values / UNIT + most_long_bags(a); }
 
+// Bags and units that a value of the counter stands for.
+struct Queued {
+    int64_t bags, units;
+
+    __device__ __forceinline__ explicit Queued(uint64_t counter)
+        : bags(static_cast<int64_t>(counter >> UNIT_BITS)),
+          units(static_cast<int64_t>(counter & ((uint64_t{1} << UNIT_BITS) - 1))) {}
+};
+
+// Bags that overlap, by bad offsets, may be more than the buffers were made for: those get no result.
 __device__ __forceinline__ void enqueue(const Arguments& a, LongBag bag) {
-    const unsigned long long units = ceil_div<int64_t>(bag.length, UNIT);
-    const int64_t before = atomicAdd(reinterpret_cast<unsigned long long*>(a.queue), (1ull << UNIT_BITS) + units);
-    const int64_t record = before >> UNIT_BITS;
-    bag.first_unit = before & ((int64_t{1} << UNIT_BITS) - 1);
-    // Bags that overlap, by bad offsets, may be more than the buffers were made for: those get no result.
-    if (record >= most_long_bags(a)) return;
-    if (bag.first_unit + static_cast<int64_t>(units) > most_units(a)) bag.length = 0;
-    reinterpret_cast<LongBag*>(a.queue + QUEUE_COUNTERS)[record] = bag;
+    uint64_t* const counter = reinterpret_cast<uint64_t*>(a.queue);
+    const Queued now(*static_cast<volatile uint64_t*>(counter));
+    if (now.bags >= most_long_bags(a) || now.units >= most_units(a)) return;  // or it would run over in the end
+    const int64_t units = ceil_div<int64_t>(bag.length, UNIT);
+    const Queued before(atomicAdd(counter, (uint64_t{1} << UNIT_BITS) + static_cast<uint64_t>(units)));
+    if (before.bags >= most_long_bags(a)) return;
+    bag.first_unit = before.units;
+    if (before.units + units > most_units(a)) bag.length = 0;
+    reinterpret_cast<LongBag*>(a.queue + QUEUE_COUNTERS)[before.bags] = bag;
 }
 
-__device__ __forceinline__ int64_t long_bags(const Arguments& a) {
-    const int64_t bags = a.queue[0] >> UNIT_BITS, most = most_long_bags(a);
-    return bags < most ? bags : most;
+// What the queue holds, never more than its buffers do.
+__device__ __forceinline__ Queued queued(const Arguments& a) {
+    Queued all(static_cast<uint64_t>(a.queue[0]));
+    if (all.bags > most_long_bags(a)) all.bags = most_long_bags(a);
+    if (all.units > most_units(a)) all.units = most_units(a);
+    return all;
+}
+
+// Whether all that a record names exists.
+__device__ __forceinline__ bool is_sound(const Arguments& a, const LongBag& bag) {
+    const auto below = [](int64_t value, int64_t limit) {  // and not negative
+        return static_cast<uint64_t>(value) < static_cast<uint64_t>(limit);
+    };
+    return below(bag.length - 1, a.num_values) & below(bag.begin, a.num_values - bag.length + 1)
+        & below(bag.first_unit, most_units(a) - (bag.length - 1) / UNIT) & below(bag.feature, FEATURE_COUNT)
+        & below(bag.bucket, BUCKET_COUNT) & below(bag.sample, a.batch);
 }
 
 // ---- pooled features ----------------------------------------------------------------------------------------------
@@ -725,12 +751,12 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
 // rare: buckets that differ only in their shape share this code.
 
 constexpr int64_t SCRATCH_WIDTH = 129;  // floats a unit: the widest row, then its weight or count
-constexpr int LONG_CHUNKS = 16;            // chunks in work at once
+constexpr int LONG_CHUNKS = 64;            // chunks in work at once
 constexpr int CHUNK_PITCH = CHUNK + 1;     // odd, so that groups read different banks
 
 struct long_fp32_sum_32 {
     using element = float;
-    static constexpr int VECTOR = 32, ELEMENTS = 8, ROWS = 4;
+    static constexpr int VECTOR = 32, ELEMENTS = 8, ROWS = 8;
     static constexpr bool MAX = false, DIVIDES = true, WEIGHTED = false;
 };
 
@@ -738,14 +764,15 @@ struct LongStage {
     Source source;
     row_t row[LONG_CHUNKS * CHUNK_PITCH];
     float weight[1];
-    float part[8][THREADS];  // chunk sums: a lane's elements
+    float part[2048];  // chunk sums: one element of all lanes at work, then the next
     float part_weight[LONG_CHUNKS];
     int part_present[LONG_CHUNKS];
 };
 
 // Adds up one chunk of up to CHUNK staged ids: a lane's part of it.
 template <class K>
-__device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane, int vector, int stride, int64_t ids) {
+__device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane, int vector, int stride, int64_t ids,
+                                           int lanes_at_work) {
     Bag<K> sum;
     sum.clear_chunk();
     sum.present = 0;
@@ -758,7 +785,7 @@ __device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane
         batch.add(sum, 0, K::ROWS, stage.source.pooling);
     }
 #pragma unroll
-    for (int e = 0; e < K::ELEMENTS; ++e) stage.part[e][threadIdx.x] = sum.chunk[e];
+    for (int e = 0; e < K::ELEMENTS; ++e) stage.part[e * lanes_at_work + threadIdx.x] = sum.chunk[e];
     if (lane == 0) {
         stage.part_weight[group] = sum.chunk_weight;
         stage.part_present[group] = sum.present;
@@ -771,6 +798,7 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
     const int group = threadIdx.x / shape.lanes;
     const int lane = threadIdx.x % shape.lanes;
     const int chunks = smaller(shape.groups, LONG_CHUNKS);
+    const int lanes_at_work = chunks * shape.lanes;
     const int64_t begin = bag.begin + unit * UNIT;
     const int64_t end = begin + UNIT < bag.begin + bag.length ? begin + UNIT : bag.begin + bag.length;
     const bool max = shape.pooling == MAX;
@@ -792,7 +820,7 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
             if (group < chunks && vector < shape.vectors) {
                 const int64_t ids = end - wave - group * CHUNK;
                 switch (bag.bucket) {
-case 0: case 1: case 2: case 3: case 4: pool_chunk<long_fp32_sum_32>(stage, group, lane, vector, shape.stride, ids); break;
+case 0: case 1: case 2: case 3: case 4: pool_chunk<long_fp32_sum_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
                 }
             }
             __syncthreads();
@@ -804,7 +832,7 @@ case 0: case 1: case 2: case 3: case 4: pool_chunk<long_fp32_sum_32>(stage, grou
                 float sum = wave > begin ? sums[column] : max ? negative_infinity() : 0.0f;
 #pragma unroll 1
                 for (int g = 0; g < chunks && wave + g * CHUNK < end; ++g) {
-                    const float part = stage.part[c % shape.elements][g * shape.lanes + c / shape.elements];
+                    const float part = stage.part[c % shape.elements * lanes_at_work + g * shape.lanes + c / shape.elements];
                     sum = max ? larger(sum, part) : sum + part;
                 }
                 sums[column] = sum;
@@ -950,25 +978,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_100_dlr
     if (threadIdx.x == 0) bad_id = NO_BAD_ID;
 
     __shared__ LongStage stage;
-    const int64_t bags = long_bags(a);
-    const int64_t units = queue[0] & ((int64_t{1} << UNIT_BITS) - 1);
-    const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
-    for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        int64_t low = 0, high = bags;  // the unit's bag
+    const Queued all = queued(a);
+    LongBag* records = reinterpret_cast<LongBag*>(queue + QUEUE_COUNTERS);
+#pragma unroll 1
+    for (int64_t bag = int64_t{blockIdx.x} * THREADS + threadIdx.x; bag < all.bags; bag += int64_t{gridDim.x} * THREADS)
+        if (!is_sound(a, records[bag])) records[bag].length = 0;  // not for the merge
+#pragma unroll 1
+    for (int64_t unit = blockIdx.x; unit < all.units; unit += gridDim.x) {
+        int64_t low = 0, high = all.bags;  // the unit's bag
         while (high - low > 1) {
             const int64_t middle = (low + high) >> 1;
             if (records[middle].first_unit <= unit) low = middle; else high = middle;
         }
         const LongBag bag = records[low];
         const int64_t turn = unit - bag.first_unit;
-        if (turn * UNIT >= bag.length) continue;  // the unit's bag found no room in the queue
+        if (turn < 0 || turn * UNIT >= bag.length || !is_sound(a, bag)) continue;  // its bag found no room in the queue
         pool_unit(a, stage, bad_id, bag, turn);
     }
     report_bad_id(a, bad_id);
 }
 
 // Long bags from their units.
-extern "C" __global__ void __launch_bounds__(THREADS) forward_cuda_sm_100_dlrm_26t_26f_int64_65d7015daf_merge(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_100_dlrm_26t_26f_int64_65d7015daf_merge(
     const int64_t* __restrict__ metadata,  // per table: address, rows
     const id_t* __restrict__ values,  // num_values ids of all bags
     const id_t* __restrict__ offsets,  // features * batch + 1 bag borders in values, feature-major
@@ -985,9 +1016,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_cuda_sm_100_dlrm_2
     const Arguments a = {
         metadata, values, offsets, weights, pooled, sequence, batch, num_values, sequence_size, status, scratch,
         queue};
-    const int64_t bags = long_bags(a);
     const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
-    for (int64_t bag = blockIdx.x; bag < bags; bag += gridDim.x)
+    for (int64_t bag = blockIdx.x, bags = queued(a).bags; bag < bags; bag += gridDim.x)
         if (records[bag].length > 0) merge_bag(a, records[bag]);
 }
 

@@ -615,8 +615,9 @@ struct Schedule {
         }
         if (low > 0 && WORK[feature].sum_units != nullptr) {
             const int64_t bag = low - 1;
-            const int64_t unit = (target - cost(feature, bag)) / WORK[feature].row_cost / UNIT;
-            if (unit > 0 && unit < units(feature, bag)) return {feature, bag, unit, nullptr};
+            const int64_t ids = (target - cost(feature, bag)) / WORK[feature].row_cost;
+            const int64_t unit = (ids + UNIT / 2) / UNIT;  // the nearest border; 0: before the bag
+            if (unit < units(feature, bag)) return {feature, bag, unit, nullptr};
         }
         return {feature, low, 0, nullptr};
     }

@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_row(Vector<32>& row, const char* address, b
         : "l"(address), "r"(static_cast<uint32_t>(present)));
 }
 
-// One aligned store of BYTES (1, 2, 4, 8 or 16) from the low bytes of `word`.
+// One aligned store of BYTES (2, 4, 8 or 16) from the low bytes of `word`.
 template <int BYTES>
 __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     if constexpr (BYTES == 16) {
@@ -50,6 +50,7 @@ __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     } else if constexpr (BYTES == 4) {
         *static_cast<uint32_t*>(address) = word[0];
     } else {
+        static_assert(BYTES == 2, "no output type is narrower");
         *static_cast<uint16_t*>(address) = static_cast<uint16_t>(word[0]);
     }
 }
@@ -115,22 +116,23 @@ using out_t = bf16_t;
 constexpr int THREADS = 256;
 constexpr int64_t OUTPUT_WIDTH = 0;
 constexpr int64_t FEATURE_COUNT = 1;
+constexpr int64_t BUCKET_COUNT = 1;
 constexpr row_t ABSENT = -1;
 
-enum Pooling { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
+enum Pooling : uint8_t { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
 
 struct Feature {
     int index;        // in the spec, and so in offsets
     int table;        // in metadata
     int hotness;      // concat: slots a sample
+    int32_t column;   // of the pooled output
+    row_t padding;    // the id that counts as absent, or -1
     Pooling pooling;
     bool weighted;
-    int64_t column;   // of the pooled output
-    int64_t padding;  // the id that counts as absent, or -1
 };
 
 __constant__ const Feature FEATURES[] = {
-    {0, 0, 0, NONE, false, -1, -1},  // token_ids -> tokens
+    {0, 0, 0, -1, -1, NONE, false},  // token_ids -> tokens
 };
 
 // A bucket's features share dim, table type and pooling, and so their inner loop. This is what code that all buckets

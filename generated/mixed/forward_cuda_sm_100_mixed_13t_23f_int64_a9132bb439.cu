@@ -31,8 +31,8 @@
 // Buckets, heaviest rows first:
 //   d4096_bf16_sum: 256 loads of 32 bytes a row, 1 rows a block at once, 4 in flight a lane
 //   d4096_bf16_max: 256 loads of 32 bytes a row, 1 rows a block at once, 4 in flight a lane
-//   d1000_fp32_sum: 125 loads of 32 bytes a row, 2 rows a block at once, 4 in flight a lane
-//   d1000_fp8_e4m3_sum: 63 loads of 16 bytes a row, 4 rows a block at once, 8 in flight a lane
+//   d1000_fp32_sum: 125 loads of 32 bytes a row, 2 rows a block at once, 5 in flight a lane
+//   d1000_fp8_e4m3_sum: 63 loads of 16 bytes a row, 4 rows a block at once, 9 in flight a lane
 //   d64_fp32_sum_weighted: 8 loads of 32 bytes a row, 32 rows a block at once, 4 in flight a lane
 //   d64_fp32_sum: 8 loads of 32 bytes a row, 32 rows a block at once, 4 in flight a lane
 //   d64_fp32_max: 8 loads of 32 bytes a row, 32 rows a block at once, 4 in flight a lane
@@ -40,16 +40,16 @@
 //   d128_fp16_sum: 8 loads of 32 bytes a row, 32 rows a block at once, 4 in flight a lane
 //   d128_fp16_none_weighted: 8 loads of 32 bytes a row, 32 rows a block at once, 4 in flight a lane
 //   d128_bf16_sum: 8 loads of 32 bytes a row, 32 rows a block at once, 4 in flight a lane
-//   d33_bf16_sum_weighted: 9 loads of 8 bytes a row, 28 rows a block at once, 8 in flight a lane
-//   d33_bf16_concat: 9 loads of 8 bytes a row, 28 rows a block at once, 8 in flight a lane
+//   d33_bf16_sum_weighted: 9 loads of 8 bytes a row, 28 rows a block at once, 9 in flight a lane
+//   d33_bf16_concat: 9 loads of 8 bytes a row, 28 rows a block at once, 9 in flight a lane
 //   d16_fp32_sum: 2 loads of 32 bytes a row, 128 rows a block at once, 4 in flight a lane
 //   d16_fp32_none: 2 loads of 32 bytes a row, 128 rows a block at once, 4 in flight a lane
 //   d64_fp8_e4m3_sum: 2 loads of 32 bytes a row, 128 rows a block at once, 4 in flight a lane
 //   d64_fp8_e4m3_sum_weighted: 2 loads of 32 bytes a row, 128 rows a block at once, 4 in flight a lane
 //   d16_fp8_e4m3_none: 1 loads of 16 bytes a row, 256 rows a block at once, 4 in flight a lane
-//   d7_fp16_sum: 7 loads of 2 bytes a row, 36 rows a block at once, 8 in flight a lane
-//   d3_fp32_sum: 3 loads of 4 bytes a row, 85 rows a block at once, 8 in flight a lane
-//   d3_fp32_max: 3 loads of 4 bytes a row, 85 rows a block at once, 8 in flight a lane
+//   d7_fp16_sum: 7 loads of 2 bytes a row, 36 rows a block at once, 9 in flight a lane
+//   d3_fp32_sum: 3 loads of 4 bytes a row, 85 rows a block at once, 9 in flight a lane
+//   d3_fp32_max: 3 loads of 4 bytes a row, 85 rows a block at once, 9 in flight a lane
 //   d1_fp32_sum: 1 loads of 4 bytes a row, 256 rows a block at once, 4 in flight a lane
 
 // ==== primitives: number types, vector access, inline PTX ==========================================================
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_row(Vector<2>& row, const char* address, bo
         : "l"(address), "r"(static_cast<uint32_t>(present)));
 }
 
-// One aligned store of BYTES (1, 2, 4, 8 or 16) from the low bytes of `word`.
+// One aligned store of BYTES (2, 4, 8 or 16) from the low bytes of `word`.
 template <int BYTES>
 __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     if constexpr (BYTES == 16) {
@@ -130,6 +130,7 @@ __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     } else if constexpr (BYTES == 4) {
         *static_cast<uint32_t*>(address) = word[0];
     } else {
+        static_assert(BYTES == 2, "no output type is narrower");
         *static_cast<uint16_t*>(address) = static_cast<uint16_t>(word[0]);
     }
 }
@@ -209,44 +210,45 @@ using out_t = float;
 constexpr int THREADS = 256;
 constexpr int64_t OUTPUT_WIDTH = 11153;
 constexpr int64_t FEATURE_COUNT = 23;
+constexpr int64_t BUCKET_COUNT = 22;
 constexpr row_t ABSENT = -1;
 
-enum Pooling { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
+enum Pooling : uint8_t { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
 
 struct Feature {
     int index;        // in the spec, and so in offsets
     int table;        // in metadata
     int hotness;      // concat: slots a sample
+    int32_t column;   // of the pooled output
+    row_t padding;    // the id that counts as absent, or -1
     Pooling pooling;
     bool weighted;
-    int64_t column;   // of the pooled output
-    int64_t padding;  // the id that counts as absent, or -1
 };
 
 __constant__ const Feature FEATURES[] = {
-    {19, 10, 0, SUM, false, 1961, -1},  // text -> text
-    {20, 10, 0, MAX, false, 6057, -1},  // best_text -> text
-    {18, 9, 0, MEAN, false, 961, -1},  // image -> image
-    {21, 11, 0, SUM, false, 10153, -1},  // audio -> audio
-    {8, 5, 0, SUM, true, 129, -1},  // clicked -> item
-    {11, 5, 0, SQRTN, true, 321, -1},  // basket -> item
-    {9, 5, 0, MEAN, false, 193, 3},  // bought -> item
-    {10, 5, 0, MAX, false, 257, 3},  // viewed -> item
-    {12, 5, 3, CONCAT, true, 385, -1},  // last_items -> item
-    {13, 6, 0, SQRTN, false, 577, -1},  // query_terms -> query
-    {14, 6, 0, NONE, true, -1, -1},  // query_words -> query
-    {17, 8, 0, SUM, false, 833, -1},  // shop -> shop
-    {6, 4, 0, MEAN, true, 30, -1},  // site -> site
-    {7, 4, 2, CONCAT, false, 63, -1},  // site_pairs -> site
-    {4, 3, 0, SUM, false, 14, 0},  // city -> city
-    {5, 3, 0, NONE, false, -1, 0},  // home_city -> city
-    {15, 7, 0, SUM, false, 705, -1},  // brand -> brand
-    {16, 7, 0, MEAN, true, 769, -1},  // favourite_brands -> brand
-    {22, 12, 0, NONE, false, -1, -1},  // token_ids -> token
-    {3, 2, 0, SQRTN, false, 7, -1},  // browser -> browser
-    {1, 1, 0, SUM, false, 1, -1},  // device -> device
-    {2, 1, 0, MAX, false, 4, -1},  // device_history -> device
-    {0, 0, 0, MEAN, false, 0, -1},  // country -> country
+    {19, 10, 0, 1961, -1, SUM, false},  // text -> text
+    {20, 10, 0, 6057, -1, MAX, false},  // best_text -> text
+    {18, 9, 0, 961, -1, MEAN, false},  // image -> image
+    {21, 11, 0, 10153, -1, SUM, false},  // audio -> audio
+    {8, 5, 0, 129, -1, SUM, true},  // clicked -> item
+    {11, 5, 0, 321, -1, SQRTN, true},  // basket -> item
+    {9, 5, 0, 193, 3, MEAN, false},  // bought -> item
+    {10, 5, 0, 257, 3, MAX, false},  // viewed -> item
+    {12, 5, 3, 385, -1, CONCAT, true},  // last_items -> item
+    {13, 6, 0, 577, -1, SQRTN, false},  // query_terms -> query
+    {14, 6, 0, -1, -1, NONE, true},  // query_words -> query
+    {17, 8, 0, 833, -1, SUM, false},  // shop -> shop
+    {6, 4, 0, 30, -1, MEAN, true},  // site -> site
+    {7, 4, 2, 63, -1, CONCAT, false},  // site_pairs -> site
+    {4, 3, 0, 14, 0, SUM, false},  // city -> city
+    {5, 3, 0, -1, 0, NONE, false},  // home_city -> city
+    {15, 7, 0, 705, -1, SUM, false},  // brand -> brand
+    {16, 7, 0, 769, -1, MEAN, true},  // favourite_brands -> brand
+    {22, 12, 0, -1, -1, NONE, false},  // token_ids -> token
+    {3, 2, 0, 7, -1, SQRTN, false},  // browser -> browser
+    {1, 1, 0, 1, -1, SUM, false},  // device -> device
+    {2, 1, 0, 4, -1, MAX, false},  // device_history -> device
+    {0, 0, 0, 0, -1, MEAN, false},  // country -> country
 };
 
 // A bucket's features share dim, table type and pooling, and so their inner loop. This is what code that all buckets
@@ -274,7 +276,7 @@ __constant__ const Shape SHAPES[] = {
     {10, NONE, 128, 256, 16, 8, 8, 1, 32, 256},  // d128_fp16_none_weighted
     {11, SUM, 128, 256, 16, 8, 8, 1, 32, 256},  // d128_bf16_sum
     {12, SUM, 33, 72, 4, 9, 9, 1, 28, 128},  // d33_bf16_sum_weighted
-    {13, CONCAT, 33, 72, 4, 9, 9, 1, 28, 224},  // d33_bf16_concat
+    {13, CONCAT, 33, 72, 4, 9, 9, 1, 28, 252},  // d33_bf16_concat
     {14, SUM, 16, 64, 8, 2, 2, 1, 128, 512},  // d16_fp32_sum
     {15, NONE, 16, 64, 8, 2, 2, 1, 128, 256},  // d16_fp32_none
     {16, SUM, 64, 64, 32, 2, 2, 1, 128, 512},  // d64_fp8_e4m3_sum
@@ -429,8 +431,8 @@ struct d1000_fp32_sum {
     static constexpr int DIM = 1000, STRIDE = 4000;
     static constexpr int VECTOR = 32, ELEMENTS = 8, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 125, LANES = 125, GROUPS = 2;
-    static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 512, PITCH = 513;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int ROWS = 5;  // in flight a lane
+    static constexpr int WINDOW = 510, PITCH = 511;  // ids a group stages; odd, so that groups read different banks
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -441,8 +443,8 @@ struct d1000_fp8_e4m3_sum {
     static constexpr int DIM = 1000, STRIDE = 1008;
     static constexpr int VECTOR = 16, ELEMENTS = 16, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 63, LANES = 63, GROUPS = 4;
-    static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 256, PITCH = 257;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int ROWS = 9;  // in flight a lane
+    static constexpr int WINDOW = 252, PITCH = 253;  // ids a group stages; odd, so that groups read different banks
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = false;  // WHOLE: vectors end where rows do
 };
@@ -533,8 +535,8 @@ struct d33_bf16_sum_weighted {
     static constexpr int DIM = 33, STRIDE = 72;
     static constexpr int VECTOR = 8, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 9, LANES = 9, GROUPS = 28;
-    static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 32, PITCH = 33;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int ROWS = 9;  // in flight a lane
+    static constexpr int WINDOW = 36, PITCH = 37;  // ids a group stages; odd, so that groups read different banks
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = true, WHOLE = false;  // WHOLE: vectors end where rows do
 };
@@ -545,7 +547,7 @@ struct d33_bf16_concat {
     static constexpr int DIM = 33, STRIDE = 72;
     static constexpr int VECTOR = 8, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 9, LANES = 9, GROUPS = 28;
-    static constexpr int ROWS = 8;  // in flight a lane
+    static constexpr int ROWS = 9;  // in flight a lane
     static constexpr bool WEIGHTED = false, WHOLE = false;  // WHOLE: vectors end where rows do
 };
 
@@ -611,8 +613,8 @@ struct d7_fp16_sum {
     static constexpr int DIM = 7, STRIDE = 14;
     static constexpr int VECTOR = 2, ELEMENTS = 1, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 7, LANES = 7, GROUPS = 36;
-    static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 24, PITCH = 25;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int ROWS = 9;  // in flight a lane
+    static constexpr int WINDOW = 27, PITCH = 27;  // ids a group stages; odd, so that groups read different banks
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -623,8 +625,8 @@ struct d3_fp32_sum {
     static constexpr int DIM = 3, STRIDE = 12;
     static constexpr int VECTOR = 4, ELEMENTS = 1, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 3, LANES = 3, GROUPS = 85;
-    static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 8, PITCH = 9;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int ROWS = 9;  // in flight a lane
+    static constexpr int WINDOW = 9, PITCH = 9;  // ids a group stages; odd, so that groups read different banks
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -635,8 +637,8 @@ struct d3_fp32_max {
     static constexpr int DIM = 3, STRIDE = 12;
     static constexpr int VECTOR = 4, ELEMENTS = 1, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 3, LANES = 3, GROUPS = 85;
-    static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 8, PITCH = 9;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int ROWS = 9;  // in flight a lane
+    static constexpr int WINDOW = 9, PITCH = 9;  // ids a group stages; odd, so that groups read different banks
     static constexpr bool MAX = true, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -793,20 +795,44 @@ __device__ __forceinline__ int64_t most_long_bags(const Arguments& a) { return a
 
 __device__ __forceinline__ int64_t most_units(const Arguments& a) { return a.num_values / UNIT + most_long_bags(a); }
 
+// Bags and units that a value of the counter stands for.
+struct Queued {
+    int64_t bags, units;
+
+    __device__ __forceinline__ explicit Queued(uint64_t counter)
+        : bags(static_cast<int64_t>(counter >> UNIT_BITS)),
+          units(static_cast<int64_t>(counter & ((uint64_t{1} << UNIT_BITS) - 1))) {}
+};
+
+// Bags that overlap, by bad offsets, may be more than the buffers were made for: those get no result.
 __device__ __forceinline__ void enqueue(const Arguments& a, LongBag bag) {
-    const unsigned long long units = ceil_div<int64_t>(bag.length, UNIT);
-    const int64_t before = atomicAdd(reinterpret_cast<unsigned long long*>(a.queue), (1ull << UNIT_BITS) + units);
-    const int64_t record = before >> UNIT_BITS;
-    bag.first_unit = before & ((int64_t{1} << UNIT_BITS) - 1);
-    // Bags that overlap, by bad offsets, may be more than the buffers were made for: those get no result.
-    if (record >= most_long_bags(a)) return;
-    if (bag.first_unit + static_cast<int64_t>(units) > most_units(a)) bag.length = 0;
-    reinterpret_cast<LongBag*>(a.queue + QUEUE_COUNTERS)[record] = bag;
+    uint64_t* const counter = reinterpret_cast<uint64_t*>(a.queue);
+    const Queued now(*static_cast<volatile uint64_t*>(counter));
+    if (now.bags >= most_long_bags(a) || now.units >= most_units(a)) return;  // or it would run over in the end
+    const int64_t units = ceil_div<int64_t>(bag.length, UNIT);
+    const Queued before(atomicAdd(counter, (uint64_t{1} << UNIT_BITS) + static_cast<uint64_t>(units)));
+    if (before.bags >= most_long_bags(a)) return;
+    bag.first_unit = before.units;
+    if (before.units + units > most_units(a)) bag.length = 0;
+    reinterpret_cast<LongBag*>(a.queue + QUEUE_COUNTERS)[before.bags] = bag;
 }
 
-__device__ __forceinline__ int64_t long_bags(const Arguments& a) {
-    const int64_t bags = a.queue[0] >> UNIT_BITS, most = most_long_bags(a);
-    return bags < most ? bags : most;
+// What the queue holds, never more than its buffers do.
+__device__ __forceinline__ Queued queued(const Arguments& a) {
+    Queued all(static_cast<uint64_t>(a.queue[0]));
+    if (all.bags > most_long_bags(a)) all.bags = most_long_bags(a);
+    if (all.units > most_units(a)) all.units = most_units(a);
+    return all;
+}
+
+// Whether all that a record names exists.
+__device__ __forceinline__ bool is_sound(const Arguments& a, const LongBag& bag) {
+    const auto below = [](int64_t value, int64_t limit) {  // and not negative
+        return static_cast<uint64_t>(value) < static_cast<uint64_t>(limit);
+    };
+    return below(bag.length - 1, a.num_values) & below(bag.begin, a.num_values - bag.length + 1)
+        & below(bag.first_unit, most_units(a) - (bag.length - 1) / UNIT) & below(bag.feature, FEATURE_COUNT)
+        & below(bag.bucket, BUCKET_COUNT) & below(bag.sample, a.batch);
 }
 
 // ---- pooled features ----------------------------------------------------------------------------------------------
@@ -1016,7 +1042,7 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
 // rare: buckets that differ only in their shape share this code.
 
 constexpr int64_t SCRATCH_WIDTH = 4097;  // floats a unit: the widest row, then its weight or count
-constexpr int LONG_CHUNKS = 16;            // chunks in work at once
+constexpr int LONG_CHUNKS = 61;            // chunks in work at once
 constexpr int CHUNK_PITCH = CHUNK + 1;     // odd, so that groups read different banks
 
 struct long_bf16_sum_32 {
@@ -1033,7 +1059,7 @@ struct long_bf16_max_32 {
 
 struct long_fp32_sum_32 {
     using element = float;
-    static constexpr int VECTOR = 32, ELEMENTS = 8, ROWS = 4;
+    static constexpr int VECTOR = 32, ELEMENTS = 8, ROWS = 8;
     static constexpr bool MAX = false, DIVIDES = true, WEIGHTED = false;
 };
 
@@ -1069,13 +1095,13 @@ struct long_bf16_sum_weighted_8 {
 
 struct long_fp8_e4m3_sum_32 {
     using element = fp8_t;
-    static constexpr int VECTOR = 32, ELEMENTS = 32, ROWS = 4;
+    static constexpr int VECTOR = 32, ELEMENTS = 32, ROWS = 8;
     static constexpr bool MAX = false, DIVIDES = false, WEIGHTED = false;
 };
 
 struct long_fp8_e4m3_sum_weighted_32 {
     using element = fp8_t;
-    static constexpr int VECTOR = 32, ELEMENTS = 32, ROWS = 4;
+    static constexpr int VECTOR = 32, ELEMENTS = 32, ROWS = 8;
     static constexpr bool MAX = false, DIVIDES = true, WEIGHTED = true;
 };
 
@@ -1101,14 +1127,15 @@ struct LongStage {
     Source source;
     row_t row[LONG_CHUNKS * CHUNK_PITCH];
     float weight[LONG_CHUNKS * CHUNK_PITCH];
-    float part[32][THREADS];  // chunk sums: a lane's elements
+    float part[4096];  // chunk sums: one element of all lanes at work, then the next
     float part_weight[LONG_CHUNKS];
     int part_present[LONG_CHUNKS];
 };
 
 // Adds up one chunk of up to CHUNK staged ids: a lane's part of it.
 template <class K>
-__device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane, int vector, int stride, int64_t ids) {
+__device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane, int vector, int stride, int64_t ids,
+                                           int lanes_at_work) {
     Bag<K> sum;
     sum.clear_chunk();
     sum.present = 0;
@@ -1121,7 +1148,7 @@ __device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane
         batch.add(sum, 0, K::ROWS, stage.source.pooling);
     }
 #pragma unroll
-    for (int e = 0; e < K::ELEMENTS; ++e) stage.part[e][threadIdx.x] = sum.chunk[e];
+    for (int e = 0; e < K::ELEMENTS; ++e) stage.part[e * lanes_at_work + threadIdx.x] = sum.chunk[e];
     if (lane == 0) {
         stage.part_weight[group] = sum.chunk_weight;
         stage.part_present[group] = sum.present;
@@ -1134,6 +1161,7 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
     const int group = threadIdx.x / shape.lanes;
     const int lane = threadIdx.x % shape.lanes;
     const int chunks = smaller(shape.groups, LONG_CHUNKS);
+    const int lanes_at_work = chunks * shape.lanes;
     const int64_t begin = bag.begin + unit * UNIT;
     const int64_t end = begin + UNIT < bag.begin + bag.length ? begin + UNIT : bag.begin + bag.length;
     const bool max = shape.pooling == MAX;
@@ -1155,19 +1183,19 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
             if (group < chunks && vector < shape.vectors) {
                 const int64_t ids = end - wave - group * CHUNK;
                 switch (bag.bucket) {
-case 0: case 10: pool_chunk<long_bf16_sum_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 1: pool_chunk<long_bf16_max_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 2: case 5: case 13: pool_chunk<long_fp32_sum_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 3: pool_chunk<long_fp8_e4m3_sum_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 4: pool_chunk<long_fp32_sum_weighted_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 6: pool_chunk<long_fp32_max_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 8: pool_chunk<long_fp16_sum_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 11: pool_chunk<long_bf16_sum_weighted_8>(stage, group, lane, vector, shape.stride, ids); break;
-case 15: pool_chunk<long_fp8_e4m3_sum_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 16: pool_chunk<long_fp8_e4m3_sum_weighted_32>(stage, group, lane, vector, shape.stride, ids); break;
-case 18: pool_chunk<long_fp16_sum_2>(stage, group, lane, vector, shape.stride, ids); break;
-case 19: case 21: pool_chunk<long_fp32_sum_4>(stage, group, lane, vector, shape.stride, ids); break;
-case 20: pool_chunk<long_fp32_max_4>(stage, group, lane, vector, shape.stride, ids); break;
+case 0: case 10: pool_chunk<long_bf16_sum_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 1: pool_chunk<long_bf16_max_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 2: case 5: case 13: pool_chunk<long_fp32_sum_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 3: pool_chunk<long_fp8_e4m3_sum_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 4: pool_chunk<long_fp32_sum_weighted_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 6: pool_chunk<long_fp32_max_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 8: pool_chunk<long_fp16_sum_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 11: pool_chunk<long_bf16_sum_weighted_8>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 15: pool_chunk<long_fp8_e4m3_sum_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 16: pool_chunk<long_fp8_e4m3_sum_weighted_32>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 18: pool_chunk<long_fp16_sum_2>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 19: case 21: pool_chunk<long_fp32_sum_4>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 20: pool_chunk<long_fp32_max_4>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
                 }
             }
             __syncthreads();
@@ -1179,7 +1207,7 @@ case 20: pool_chunk<long_fp32_max_4>(stage, group, lane, vector, shape.stride, i
                 float sum = wave > begin ? sums[column] : max ? negative_infinity() : 0.0f;
 #pragma unroll 1
                 for (int g = 0; g < chunks && wave + g * CHUNK < end; ++g) {
-                    const float part = stage.part[c % shape.elements][g * shape.lanes + c / shape.elements];
+                    const float part = stage.part[c % shape.elements * lanes_at_work + g * shape.lanes + c / shape.elements];
                     sum = max ? larger(sum, part) : sum + part;
                 }
                 sums[column] = sum;
@@ -1426,8 +1454,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) forward_cuda_sm_100_mix
     if (threadIdx.x == 0) bad_id = NO_BAD_ID;
 
     __shared__ union Stage {
-        PooledStage<512, 256, 1280, 924, 4> pooled;
-        CopyStage<224, 1> copied;
+        PooledStage<512, 256, 1280, 1036, 4> pooled;
+        CopyStage<252, 1> copied;
     } stage;
 
     // Which bucket is the block's? Code that all buckets share then prepares the work, the bucket's own loop does it.
@@ -1444,7 +1472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) forward_cuda_sm_100_mix
         return owns(bucket, features_and_tiles * runs_of(batch, work.run));
     };
     owns_runs(11, 1, 6, 7)
-    || owns(12, ceil_div<int64_t>(2 * batch, 224))
+    || owns(12, ceil_div<int64_t>(2 * batch, 252))
     || owns_runs(18, 1, 7, 8)
     || owns_runs(19, 1, 8, 9)
     || owns_runs(20, 1, 8, 9)
@@ -1565,25 +1593,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_100_mix
     if (threadIdx.x == 0) bad_id = NO_BAD_ID;
 
     __shared__ LongStage stage;
-    const int64_t bags = long_bags(a);
-    const int64_t units = queue[0] & ((int64_t{1} << UNIT_BITS) - 1);
-    const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
-    for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        int64_t low = 0, high = bags;  // the unit's bag
+    const Queued all = queued(a);
+    LongBag* records = reinterpret_cast<LongBag*>(queue + QUEUE_COUNTERS);
+#pragma unroll 1
+    for (int64_t bag = int64_t{blockIdx.x} * THREADS + threadIdx.x; bag < all.bags; bag += int64_t{gridDim.x} * THREADS)
+        if (!is_sound(a, records[bag])) records[bag].length = 0;  // not for the merge
+#pragma unroll 1
+    for (int64_t unit = blockIdx.x; unit < all.units; unit += gridDim.x) {
+        int64_t low = 0, high = all.bags;  // the unit's bag
         while (high - low > 1) {
             const int64_t middle = (low + high) >> 1;
             if (records[middle].first_unit <= unit) low = middle; else high = middle;
         }
         const LongBag bag = records[low];
         const int64_t turn = unit - bag.first_unit;
-        if (turn * UNIT >= bag.length) continue;  // the unit's bag found no room in the queue
+        if (turn < 0 || turn * UNIT >= bag.length || !is_sound(a, bag)) continue;  // its bag found no room in the queue
         pool_unit(a, stage, bad_id, bag, turn);
     }
     report_bad_id(a, bad_id);
 }
 
 // Long bags from their units.
-extern "C" __global__ void __launch_bounds__(THREADS) forward_cuda_sm_100_mixed_13t_23f_int64_a9132bb439_merge(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_100_mixed_13t_23f_int64_a9132bb439_merge(
     const int64_t* __restrict__ metadata,  // per table: address, rows
     const id_t* __restrict__ values,  // num_values ids of all bags
     const id_t* __restrict__ offsets,  // features * batch + 1 bag borders in values, feature-major
@@ -1600,9 +1631,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_cuda_sm_100_mixed_
     const Arguments a = {
         metadata, values, offsets, weights, pooled, sequence, batch, num_values, sequence_size, status, scratch,
         queue};
-    const int64_t bags = long_bags(a);
     const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
-    for (int64_t bag = blockIdx.x; bag < bags; bag += gridDim.x)
+    for (int64_t bag = blockIdx.x, bags = queued(a).bags; bag < bags; bag += gridDim.x)
         if (records[bag].length > 0) merge_bag(a, records[bag]);
 }
 

@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_row(Vector<2>& row, const char* address, bo
         : "l"(address), "r"(static_cast<uint32_t>(present)));
 }
 
-// One aligned store of BYTES (1, 2, 4, 8 or 16) from the low bytes of `word`.
+// One aligned store of BYTES (2, 4, 8 or 16) from the low bytes of `word`.
 template <int BYTES>
 __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     if constexpr (BYTES == 16) {
@@ -121,6 +121,7 @@ __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     } else if constexpr (BYTES == 4) {
         *static_cast<uint32_t*>(address) = word[0];
     } else {
+        static_assert(BYTES == 2, "no output type is narrower");
         *static_cast<uint16_t*>(address) = static_cast<uint16_t>(word[0]);
     }
 }
@@ -200,44 +201,45 @@ using out_t = float;
 constexpr int THREADS = 256;
 constexpr int64_t OUTPUT_WIDTH = 11153;
 constexpr int64_t FEATURE_COUNT = 23;
+constexpr int64_t BUCKET_COUNT = 22;
 constexpr row_t ABSENT = -1;
 
-enum Pooling { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
+enum Pooling : uint8_t { SUM, MEAN, SQRTN, MAX, CONCAT, NONE };
 
 struct Feature {
     int index;        // in the spec, and so in offsets
     int table;        // in metadata
     int hotness;      // concat: slots a sample
+    int32_t column;   // of the pooled output
+    row_t padding;    // the id that counts as absent, or -1
     Pooling pooling;
     bool weighted;
-    int64_t column;   // of the pooled output
-    int64_t padding;  // the id that counts as absent, or -1
 };
 
 __constant__ const Feature FEATURES[] = {
-    {19, 10, 0, SUM, false, 1961, -1},  // text -> text
-    {20, 10, 0, MAX, false, 6057, -1},  // best_text -> text
-    {18, 9, 0, MEAN, false, 961, -1},  // image -> image
-    {21, 11, 0, SUM, false, 10153, -1},  // audio -> audio
-    {8, 5, 0, SUM, true, 129, -1},  // clicked -> item
-    {11, 5, 0, SQRTN, true, 321, -1},  // basket -> item
-    {9, 5, 0, MEAN, false, 193, 3},  // bought -> item
-    {10, 5, 0, MAX, false, 257, 3},  // viewed -> item
-    {12, 5, 3, CONCAT, true, 385, -1},  // last_items -> item
-    {13, 6, 0, SQRTN, false, 577, -1},  // query_terms -> query
-    {14, 6, 0, NONE, true, -1, -1},  // query_words -> query
-    {17, 8, 0, SUM, false, 833, -1},  // shop -> shop
-    {6, 4, 0, MEAN, true, 30, -1},  // site -> site
-    {7, 4, 2, CONCAT, false, 63, -1},  // site_pairs -> site
-    {4, 3, 0, SUM, false, 14, 0},  // city -> city
-    {5, 3, 0, NONE, false, -1, 0},  // home_city -> city
-    {15, 7, 0, SUM, false, 705, -1},  // brand -> brand
-    {16, 7, 0, MEAN, true, 769, -1},  // favourite_brands -> brand
-    {22, 12, 0, NONE, false, -1, -1},  // token_ids -> token
-    {3, 2, 0, SQRTN, false, 7, -1},  // browser -> browser
-    {1, 1, 0, SUM, false, 1, -1},  // device -> device
-    {2, 1, 0, MAX, false, 4, -1},  // device_history -> device
-    {0, 0, 0, MEAN, false, 0, -1},  // country -> country
+    {19, 10, 0, 1961, -1, SUM, false},  // text -> text
+    {20, 10, 0, 6057, -1, MAX, false},  // best_text -> text
+    {18, 9, 0, 961, -1, MEAN, false},  // image -> image
+    {21, 11, 0, 10153, -1, SUM, false},  // audio -> audio
+    {8, 5, 0, 129, -1, SUM, true},  // clicked -> item
+    {11, 5, 0, 321, -1, SQRTN, true},  // basket -> item
+    {9, 5, 0, 193, 3, MEAN, false},  // bought -> item
+    {10, 5, 0, 257, 3, MAX, false},  // viewed -> item
+    {12, 5, 3, 385, -1, CONCAT, true},  // last_items -> item
+    {13, 6, 0, 577, -1, SQRTN, false},  // query_terms -> query
+    {14, 6, 0, -1, -1, NONE, true},  // query_words -> query
+    {17, 8, 0, 833, -1, SUM, false},  // shop -> shop
+    {6, 4, 0, 30, -1, MEAN, true},  // site -> site
+    {7, 4, 2, 63, -1, CONCAT, false},  // site_pairs -> site
+    {4, 3, 0, 14, 0, SUM, false},  // city -> city
+    {5, 3, 0, -1, 0, NONE, false},  // home_city -> city
+    {15, 7, 0, 705, -1, SUM, false},  // brand -> brand
+    {16, 7, 0, 769, -1, MEAN, true},  // favourite_brands -> brand
+    {22, 12, 0, -1, -1, NONE, false},  // token_ids -> token
+    {3, 2, 0, 7, -1, SQRTN, false},  // browser -> browser
+    {1, 1, 0, 1, -1, SUM, false},  // device -> device
+    {2, 1, 0, 4, -1, MAX, false},  // device_history -> device
+    {0, 0, 0, 0, -1, MEAN, false},  // country -> country
 };
 
 // A bucket's features share dim, table type and pooling, and so their inner loop. This is what code that all buckets
@@ -784,20 +786,44 @@ __device__ __forceinline__ int64_t most_long_bags(const Arguments& a) { return a
 
 __device__ __forceinline__ int64_t most_units(const Arguments& a) { return a.num_values / UNIT + most_long_bags(a); }
 
+// Bags and units that a value of the counter stands for.
+struct Queued {
+    int64_t bags, units;
+
+    __device__ __forceinline__ explicit Queued(uint64_t counter)
+        : bags(static_cast<int64_t>(counter >> UNIT_BITS)),
+          units(static_cast<int64_t>(counter & ((uint64_t{1} << UNIT_BITS) - 1))) {}
+};
+
+// Bags that overlap, by bad offsets, may be more than the buffers were made for: those get no result.
 __device__ __forceinline__ void enqueue(const Arguments& a, LongBag bag) {
-    const unsigned long long units = ceil_div<int64_t>(bag.length, UNIT);
-    const int64_t before = atomicAdd(reinterpret_cast<unsigned long long*>(a.queue), (1ull << UNIT_BITS) + units);
-    const int64_t record = before >> UNIT_BITS;
-    bag.first_unit = before & ((int64_t{1} << UNIT_BITS) - 1);
-    // Bags that overlap, by bad offsets, may be more than the buffers were made for: those get no result.
-    if (record >= most_long_bags(a)) return;
-    if (bag.first_unit + static_cast<int64_t>(units) > most_units(a)) bag.length = 0;
-    reinterpret_cast<LongBag*>(a.queue + QUEUE_COUNTERS)[record] = bag;
+    uint64_t* const counter = reinterpret_cast<uint64_t*>(a.queue);
+    const Queued now(*static_cast<volatile uint64_t*>(counter));
+    if (now.bags >= most_long_bags(a) || now.units >= most_units(a)) return;  // or it would run over in the end
+    const int64_t units = ceil_div<int64_t>(bag.length, UNIT);
+    const Queued before(atomicAdd(counter, (uint64_t{1} << UNIT_BITS) + static_cast<uint64_t>(units)));
+    if (before.bags >= most_long_bags(a)) return;
+    bag.first_unit = before.units;
+    if (before.units + units > most_units(a)) bag.length = 0;
+    reinterpret_cast<LongBag*>(a.queue + QUEUE_COUNTERS)[before.bags] = bag;
 }
 
-__device__ __forceinline__ int64_t long_bags(const Arguments& a) {
-    const int64_t bags = a.queue[0] >> UNIT_BITS, most = most_long_bags(a);
-    return bags < most ? bags : most;
+// What the queue holds, never more than its buffers do.
+__device__ __forceinline__ Queued queued(const Arguments& a) {
+    Queued all(static_cast<uint64_t>(a.queue[0]));
+    if (all.bags > most_long_bags(a)) all.bags = most_long_bags(a);
+    if (all.units > most_units(a)) all.units = most_units(a);
+    return all;
+}
+
+// Whether all that a record names exists.
+__device__ __forceinline__ bool is_sound(const Arguments& a, const LongBag& bag) {
+    const auto below = [](int64_t value, int64_t limit) {  // and not negative
+        return static_cast<uint64_t>(value) < static_cast<uint64_t>(limit);
+    };
+    return below(bag.length - 1, a.num_values) & below(bag.begin, a.num_values - bag.length + 1)
+        & below(bag.first_unit, most_units(a) - (bag.length - 1) / UNIT) & below(bag.feature, FEATURE_COUNT)
+        & below(bag.bucket, BUCKET_COUNT) & below(bag.sample, a.batch);
 }
 
 // ---- pooled features ----------------------------------------------------------------------------------------------
@@ -1007,7 +1033,7 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
 // rare: buckets that differ only in their shape share this code.
 
 constexpr int64_t SCRATCH_WIDTH = 4097;  // floats a unit: the widest row, then its weight or count
-constexpr int LONG_CHUNKS = 16;            // chunks in work at once
+constexpr int LONG_CHUNKS = 62;            // chunks in work at once
 constexpr int CHUNK_PITCH = CHUNK + 1;     // odd, so that groups read different banks
 
 struct long_bf16_sum_16 {
@@ -1086,14 +1112,15 @@ struct LongStage {
     Source source;
     row_t row[LONG_CHUNKS * CHUNK_PITCH];
     float weight[LONG_CHUNKS * CHUNK_PITCH];
-    float part[16][THREADS];  // chunk sums: a lane's elements
+    float part[4032];  // chunk sums: one element of all lanes at work, then the next
     float part_weight[LONG_CHUNKS];
     int part_present[LONG_CHUNKS];
 };
 
 // Adds up one chunk of up to CHUNK staged ids: a lane's part of it.
 template <class K>
-__device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane, int vector, int stride, int64_t ids) {
+__device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane, int vector, int stride, int64_t ids,
+                                           int lanes_at_work) {
     Bag<K> sum;
     sum.clear_chunk();
     sum.present = 0;
@@ -1106,7 +1133,7 @@ __device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane
         batch.add(sum, 0, K::ROWS, stage.source.pooling);
     }
 #pragma unroll
-    for (int e = 0; e < K::ELEMENTS; ++e) stage.part[e][threadIdx.x] = sum.chunk[e];
+    for (int e = 0; e < K::ELEMENTS; ++e) stage.part[e * lanes_at_work + threadIdx.x] = sum.chunk[e];
     if (lane == 0) {
         stage.part_weight[group] = sum.chunk_weight;
         stage.part_present[group] = sum.present;
@@ -1119,6 +1146,7 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
     const int group = threadIdx.x / shape.lanes;
     const int lane = threadIdx.x % shape.lanes;
     const int chunks = smaller(shape.groups, LONG_CHUNKS);
+    const int lanes_at_work = chunks * shape.lanes;
     const int64_t begin = bag.begin + unit * UNIT;
     const int64_t end = begin + UNIT < bag.begin + bag.length ? begin + UNIT : bag.begin + bag.length;
     const bool max = shape.pooling == MAX;
@@ -1140,18 +1168,18 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
             if (group < chunks && vector < shape.vectors) {
                 const int64_t ids = end - wave - group * CHUNK;
                 switch (bag.bucket) {
-case 0: case 10: pool_chunk<long_bf16_sum_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 1: pool_chunk<long_bf16_max_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 2: case 5: case 13: pool_chunk<long_fp32_sum_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 3: case 15: pool_chunk<long_fp8_e4m3_sum_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 4: pool_chunk<long_fp32_sum_weighted_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 6: pool_chunk<long_fp32_max_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 8: pool_chunk<long_fp16_sum_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 11: pool_chunk<long_bf16_sum_weighted_8>(stage, group, lane, vector, shape.stride, ids); break;
-case 16: pool_chunk<long_fp8_e4m3_sum_weighted_16>(stage, group, lane, vector, shape.stride, ids); break;
-case 18: pool_chunk<long_fp16_sum_2>(stage, group, lane, vector, shape.stride, ids); break;
-case 19: case 21: pool_chunk<long_fp32_sum_4>(stage, group, lane, vector, shape.stride, ids); break;
-case 20: pool_chunk<long_fp32_max_4>(stage, group, lane, vector, shape.stride, ids); break;
+case 0: case 10: pool_chunk<long_bf16_sum_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 1: pool_chunk<long_bf16_max_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 2: case 5: case 13: pool_chunk<long_fp32_sum_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 3: case 15: pool_chunk<long_fp8_e4m3_sum_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 4: pool_chunk<long_fp32_sum_weighted_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 6: pool_chunk<long_fp32_max_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 8: pool_chunk<long_fp16_sum_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 11: pool_chunk<long_bf16_sum_weighted_8>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 16: pool_chunk<long_fp8_e4m3_sum_weighted_16>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 18: pool_chunk<long_fp16_sum_2>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 19: case 21: pool_chunk<long_fp32_sum_4>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
+case 20: pool_chunk<long_fp32_max_4>(stage, group, lane, vector, shape.stride, ids, lanes_at_work); break;
                 }
             }
             __syncthreads();
@@ -1163,7 +1191,7 @@ case 20: pool_chunk<long_fp32_max_4>(stage, group, lane, vector, shape.stride, i
                 float sum = wave > begin ? sums[column] : max ? negative_infinity() : 0.0f;
 #pragma unroll 1
                 for (int g = 0; g < chunks && wave + g * CHUNK < end; ++g) {
-                    const float part = stage.part[c % shape.elements][g * shape.lanes + c / shape.elements];
+                    const float part = stage.part[c % shape.elements * lanes_at_work + g * shape.lanes + c / shape.elements];
                     sum = max ? larger(sum, part) : sum + part;
                 }
                 sums[column] = sum;
@@ -1549,25 +1577,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_90_mixe
     if (threadIdx.x == 0) bad_id = NO_BAD_ID;
 
     __shared__ LongStage stage;
-    const int64_t bags = long_bags(a);
-    const int64_t units = queue[0] & ((int64_t{1} << UNIT_BITS) - 1);
-    const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
-    for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        int64_t low = 0, high = bags;  // the unit's bag
+    const Queued all = queued(a);
+    LongBag* records = reinterpret_cast<LongBag*>(queue + QUEUE_COUNTERS);
+#pragma unroll 1
+    for (int64_t bag = int64_t{blockIdx.x} * THREADS + threadIdx.x; bag < all.bags; bag += int64_t{gridDim.x} * THREADS)
+        if (!is_sound(a, records[bag])) records[bag].length = 0;  // not for the merge
+#pragma unroll 1
+    for (int64_t unit = blockIdx.x; unit < all.units; unit += gridDim.x) {
+        int64_t low = 0, high = all.bags;  // the unit's bag
         while (high - low > 1) {
             const int64_t middle = (low + high) >> 1;
             if (records[middle].first_unit <= unit) low = middle; else high = middle;
         }
         const LongBag bag = records[low];
         const int64_t turn = unit - bag.first_unit;
-        if (turn * UNIT >= bag.length) continue;  // the unit's bag found no room in the queue
+        if (turn < 0 || turn * UNIT >= bag.length || !is_sound(a, bag)) continue;  // its bag found no room in the queue
         pool_unit(a, stage, bad_id, bag, turn);
     }
     report_bad_id(a, bad_id);
 }
 
 // Long bags from their units.
-extern "C" __global__ void __launch_bounds__(THREADS) forward_cuda_sm_90_mixed_13t_23f_int64_3f96b7b1e2_merge(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_90_mixed_13t_23f_int64_3f96b7b1e2_merge(
     const int64_t* __restrict__ metadata,  // per table: address, rows
     const id_t* __restrict__ values,  // num_values ids of all bags
     const id_t* __restrict__ offsets,  // features * batch + 1 bag borders in values, feature-major
@@ -1584,9 +1615,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_cuda_sm_90_mixed_1
     const Arguments a = {
         metadata, values, offsets, weights, pooled, sequence, batch, num_values, sequence_size, status, scratch,
         queue};
-    const int64_t bags = long_bags(a);
     const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
-    for (int64_t bag = blockIdx.x; bag < bags; bag += gridDim.x)
+    for (int64_t bag = blockIdx.x, bags = queued(a).bags; bag < bags; bag += gridDim.x)
         if (records[bag].length > 0) merge_bag(a, records[bag]);
 }
 

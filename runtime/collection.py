@@ -41,8 +41,8 @@ _tracing_state = torch._C._get_tracing_state
 class _Ready(NamedTuple):
     """A kernel's call with the metadata of the tables as they lay when it was made."""
 
-    addresses: tuple[int, ...]
-    sizes: tuple[int, ...]
+    places: list[int]
+    """Addresses of the tables, then their sizes: what tells that a table is not what it was."""
     call: Any
     metadata: Any
 
@@ -129,7 +129,8 @@ class EmbeddingCollection(nn.Module):
             )
         tables = self._weights()
         device = CPU if tables[0].is_cpu else tables[0].device
-        return self._lookup(tables, normalise(self.spec, device, values, offsets, weights, lengths), ())[0]
+        batch = normalise(self.spec, device, values, offsets, weights, lengths)
+        return self._lookup(tables, batch, ())[0]
 
     def forward_dict(
         self,
@@ -188,19 +189,18 @@ class EmbeddingCollection(nn.Module):
             return self._call_operator(tables, batch, sequence_rows)
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
-        if ready is None or ready[0] != tuple(map(_address, tables)) or ready[1] != tuple(map(_size, tables)):
+        if ready is None or ready[0] != [*map(_address, tables), *map(_size, tables)]:
             if values.is_meta:  # nothing to read
                 return self._call_operator(tables, batch, sequence_rows)
             ready = self._make_ready(tables, batch)
         elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        result: tuple[Tensor, Tensor | None] = ready[2](ready[3], tables, batch, elements, self._bounds_check)
-        return result
+        return ready[1](ready[2], tables, batch, elements, self._bounds_check)  # type: ignore[no-any-return]
 
     def _make_ready(self, tables: list[Any], batch: Batch) -> _Ready:
         check_tables(self.layout, tables)
         kernel: Kernel = kernel_of(self._program(batch))
         metadata = metadata_of(tables, self._bounds_check)
-        ready = _Ready(tuple(map(_address, tables)), tuple(map(_size, tables)), kernel.__call__, metadata)
+        ready = _Ready([*map(_address, tables), *map(_size, tables)], kernel.__call__, metadata)
         self._ready[batch.values.dtype] = ready
         return ready
 

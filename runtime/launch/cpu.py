@@ -45,7 +45,7 @@ class CpuForward:
         names = tuple(a.name for a in arguments_of("cpu"))
         if names != PACKED:
             raise AssertionError(f"the kernel takes {names}, this launcher packs {PACKED}")
-        self._pack = struct.Struct(f"={len(PACKED)}q").pack
+        self._pack = struct.Struct(f"{len(PACKED)}q").pack  # native order: "=" packs byte by byte
         self._parallel_for = torch_parallel_for()
 
     def __call__(

@@ -29,7 +29,9 @@ while True:
     key = cache.key_of({"source": source})
     recipe = cache.Recipe(f"forward_soak_{number % 5}", key, source, ".cu", ".cubin", compile_)
     entry, _ = cache.fetch(recipe)
-    assert entry.binary.read_bytes().startswith(f"binary of {source}".encode())
+    whole = b"binary of " + source.encode() + b"." * 1_000_000
+    # Half a build is never seen; what another builder damages below, between our fetch and this read, may be.
+    assert entry.binary.read_bytes() in (whole, b"damaged", b"")
     if random.random() < 0.2:
         entry.binary.write_bytes(b"damaged")
     if random.random() < 0.2:

@@ -16,12 +16,14 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import nvrtc, sass
 from embforge.codegen.targets.arch import ARCHS
-from embforge.codegen.targets.cuda_geometry import MOST_MADE_UP, NEARLY, geometry_of
+from embforge.codegen.targets.cuda_geometry import MOST_MADE_UP, geometry_of
 
 SPECS = Path(__file__).parent.parent / "examples/specs"
 EXAMPLES = ("dlrm", "llm_vocab", "mixed")
 QUICK = (("dlrm", "sm_80"), ("dlrm", "sm_100"), ("llm_vocab", "sm_75"), ("mixed", "sm_90"), ("mixed", "sm_120"))
 TARGET_BYTES = {"sm_80": 32 << 10, "sm_90": 32 << 10, "sm_100": 64 << 10, "sm_103": 64 << 10}
+NEARLY = 15 / 16
+"""Share of the target where there are no registers for rows that make up for a few idle lanes."""
 FBGEMM_SM90 = (62, 0.5)
 
 
@@ -44,7 +46,7 @@ def check_figures(plan: Plan) -> list[dict[str, Any]]:
         least = TARGET_BYTES.get(plan.arch)
         if least and kernel["bytes_in_flight"] is not None:
             made_up = all(loops[load["bucket"]].elements <= MOST_MADE_UP for load in kernel["loads"])
-            nearly = 1 if made_up and not kernel["symbol"].endswith("_long") else NEARLY
+            nearly = 1 if made_up or kernel["symbol"].endswith("_long") else NEARLY
             assert kernel["bytes_in_flight"] >= nearly * least, kernel
     assert seen == set(loops), "a loop's loads were not found in the machine code"
     for g in geometry_of(plan):

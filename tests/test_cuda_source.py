@@ -27,6 +27,7 @@ from embforge.codegen.targets.cuda_launch import (
     status_size,
 )
 from embforge.codegen.targets.cuda_launch import launch_of as launch_of_shape
+from embforge.codegen.targets.cuda_long import long_geometry
 
 ROOT = Path(__file__).parent.parent
 
@@ -163,6 +164,41 @@ def test_long_bags_are_launched_only_where_one_can_be() -> None:
         assert bags <= most_bags
         assert bags * -(-length // UNIT) <= 1_000_000 // UNIT + most_bags
     assert launch_of(plan_of(spec_of(64, pooling="none")), 8, 1_000_000).queue_words == 0
+
+
+def test_the_kernel_for_long_bags_has_the_shared_memory_that_its_launch_gives() -> None:
+    for spec in (mixed(), spec_of(16), spec_of(3, "fp16", weighted=True)):
+        plan = plan_of(spec)
+        main, *_, long, merge = launch_of(plan, 8, 1_000_000).kernels
+        assert (main.shared, merge.shared) == (0, 0)
+        assert long.shared == shape_of(plan).shared_of(long.symbol) > 0
+        assert f"static_assert(sizeof(LongStage) == {long.shared}," in source_of(plan)
+        assert not main.opts_in
+    assert launch_of(plan_of(mixed()), 8, 1_000_000).kernels[-2].opts_in
+    assert not launch_of(plan_of(spec_of(16)), 8, 1_000_000).kernels[-2].opts_in
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("block", [128, 256, 512])
+def test_a_multiprocessor_holds_the_blocks_that_it_must_of_the_kernel_for_long_bags(arch: str, block: int) -> None:
+    for dtype in ("fp32", "fp16", "fp8_e4m3"):
+        for dim in (1, 16, 64, 96, 1000, 4096):
+            for weighted in (False, True):
+                plan = plan_of(spec_of(dim, dtype, weighted=weighted), arch, block=block)
+                found = long_geometry(plan, geometry_of(plan))
+                assert found.chunks <= 64 <= found.pitch
+                assert all(kind.slots <= found.pitch for kind in found.kinds)
+                blocks = min_blocks(plan, wide=True)
+                assert found.shared <= ARCHS[arch].most_shared
+                assert resident_threads(ARCHS[arch], block, 32, found.shared + 16) >= block * blocks
+
+
+@pytest.mark.parametrize(
+    ("arch", "kilobytes"),
+    [("sm_75", 64), ("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_90", 227), ("sm_100", 227), ("sm_120", 99)],
+)
+def test_shared_memory_that_a_block_may_ask_for(arch: str, kilobytes: int) -> None:
+    assert ARCHS[arch].most_shared == kilobytes << 10
 
 
 DIMS = (1, 3, 8, 16, 32, 33, 48, 64, 96, 128, 130, 256, 1000, 4096)

@@ -10,6 +10,7 @@ WARP = 32
 REGISTER_UNIT = 256
 """Registers are handed to warps in units of this many."""
 MAX_STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory that a block may have without asking the driver for more."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Arch:
     shared_unit: int = 128
     shared_reserved: int = 1024
     """Shared memory that the driver keeps of every block."""
+
+    @property
+    def most_shared(self) -> int:
+        """Bytes of shared memory that a block may have if the driver is asked."""
+        return self.shared_bytes - self.shared_reserved
 
     @property
     def number(self) -> int:
@@ -48,6 +54,10 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_120", 1536, 24, 100 * 1024),
     )
 }
+
+DEFAULT_ARCH = "sm_90"
+"""What to generate for where there is no GPU to ask (target simt). Its text is checked in under generated/; the text of
+other archs differs in sizes, and from sm_100 on in 32-byte loads, so those are worth a run of their own."""
 
 
 def arch_named(name: str) -> Arch:

@@ -17,12 +17,9 @@ from embforge.codegen.targets.arch import arch_named
 from embforge.codegen.targets.cuda_geometry import (
     RUNS_WANTED,
     BucketGeometry,
-    LongKind,
     copy_sizes,
     cuda_params,
     geometry_of,
-    long_kinds,
-    long_sizes,
     min_blocks,
     register_classes,
     row_type,
@@ -35,6 +32,7 @@ from embforge.codegen.targets.cuda_launch import (
     main_symbols,
     scratch_width,
 )
+from embforge.codegen.targets.cuda_long import LongGeometry, LongKind, long_geometry
 from embforge.codegen.targets.nvrtc import compile_cubin, nvrtc_fingerprint
 from embforge.codegen.targets.sass import kernel_resources
 
@@ -52,7 +50,6 @@ def facts_of(plan: Plan) -> dict[str, Any]:
     arch, params, geometry = arch_named(plan.arch), cuda_params(plan), geometry_of(plan)
     pooled = [g for g in geometry if g.pooled]
     copied = [g for g in geometry if not g.pooled]
-    units_symbol, merge_symbol = long_symbols(plan)
     return {
         "uri": plan.uri,
         "arch": plan.arch,
@@ -91,15 +88,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
             _kernel_facts(plan, symbol, members)
             for symbol, members in zip(main_symbols(plan), register_classes(geometry), strict=True)
         ],
-        "long": {
-            **long_sizes(plan, geometry),
-            "symbol": units_symbol,
-            "merge_symbol": merge_symbol,
-            "min_blocks": min_blocks(plan, wide=True),
-            "levels": MERGE_LEVELS,
-            "weighted": any(g.bucket.weighted for g in pooled),
-            "kinds": [_long_kind_facts(kind) for kind in long_kinds(plan, geometry)],
-        },
+        "long": _long_facts(plan, long_geometry(plan, geometry)),
     }
 
 
@@ -162,6 +151,22 @@ def _dispatch_facts(g: BucketGeometry) -> dict[str, Any]:
     return {"index": index, "owns": owns, "call": call}
 
 
+def _long_facts(plan: Plan, found: LongGeometry) -> dict[str, Any]:
+    units_symbol, merge_symbol = long_symbols(plan)
+    return {
+        "symbol": units_symbol,
+        "merge_symbol": merge_symbol,
+        "min_blocks": min_blocks(plan, wide=True),
+        "levels": MERGE_LEVELS,
+        "chunks": found.chunks,
+        "pitch": found.pitch,
+        "parts": found.parts,
+        "weighted": found.weighted,
+        "shared": found.shared,
+        "kinds": [_long_kind_facts(kind) for kind in found.kinds],
+    }
+
+
 def _long_kind_facts(kind: LongKind) -> dict[str, Any]:
     facts = [_bucket_facts(g) for g in kind.members]
     return facts[0] | {
@@ -193,7 +198,6 @@ def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:
         "pooled": g.pooled,
         "run": g.run,
         "window": g.window,
-        "pitch": g.pitch,
         "max": _c(bucket.pooling == "max"),
         "divides": _c(any(f.feature.pooling in ("mean", "sqrtn") for f in bucket.features)),
         "weighted": _c(bucket.weighted),

@@ -15,7 +15,6 @@ from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
-from embforge.codegen.semantics import CHUNK
 from embforge.codegen.targets.arch import MAX_STATIC_SHARED, arch_named
 
 RUNS_WANTED = 16
@@ -32,8 +31,6 @@ BIG_ROW = 64
 MOST_MADE_UP = 16
 """Accumulators a lane up to which there are registers for rows that make up for idle threads."""
 MOST_ROWS = 8
-MOST_LONG_ROWS = 16
-"""Divides the chunk of the canonical sum, so that no batch of rows crosses its border."""
 MOST_COPIED = 256
 """Output rows of a block that copies."""
 OTHER_SHARED = 128
@@ -42,8 +39,6 @@ MOST_TOTALS = 32 * 1024
 """Bytes of shared memory for what a block's lanes have summed before the running chunk."""
 SHRINKS = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 """What id_tile and bags_per_block are divided by, in turn, until a kernel's shared memory fits."""
-NEARLY = 15 / 16
-"""Share of the bytes in flight wanted that will do for long bags: their rows can only be doubled, at a high price."""
 GOOD_USE = 0.8
 """Share of a block's threads with a vector to load, from which a cut into tiles is good enough."""
 
@@ -90,8 +85,9 @@ class BucketGeometry:
         return min(groups, self.groups) * self.vectors / (self.tiles * self.block)
 
     @property
-    def pitch(self) -> int:
-        return self.window | 1
+    def slots(self) -> int:
+        """Ids that a block stages, and a gap a group where windows are even, so that groups read different banks."""
+        return self.groups * (self.window | 1)
 
     @property
     def name(self) -> str:
@@ -155,8 +151,8 @@ def stage_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
     return {
         "bags": max((g.run for g in pooled), default=1),
         "groups": max((g.groups for g in pooled), default=1),
-        "slots": max((g.groups * g.pitch for g in pooled), default=1),
-        "weights": max((g.groups * g.pitch for g in pooled if g.bucket.weighted), default=1),
+        "slots": max((g.slots for g in pooled), default=1),
+        "weights": max((g.slots for g in pooled if g.bucket.weighted), default=1),
         "elements": max((g.elements for g in pooled), default=1),
     }
 
@@ -168,55 +164,6 @@ def copy_sizes(geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
         "slots": max((g.run for g in copied), default=1),
         "weights": max((g.run for g in copied if g.bucket.weighted), default=1),
     }
-
-
-@dataclass(frozen=True)
-class LongKind:
-    """Pooled buckets that differ only in their shape, and so share the code for long bags."""
-
-    name: str
-    members: tuple[BucketGeometry, ...]
-    rows: int
-    """In flight a lane. Divides the chunk, so that no batch of rows crosses its border."""
-
-
-def long_kinds(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> tuple[LongKind, ...]:
-    """The loops of the kernel for long bags."""
-    chunks = long_sizes(plan, geometry)["chunks"]
-    names = dict.fromkeys(g.long_kind for g in geometry if g.pooled)
-    members = {name: tuple(g for g in geometry if g.pooled and g.long_kind == name) for name in names}
-    return tuple(LongKind(name, found, _long_rows(plan, found, chunks)) for name, found in members.items())
-
-
-def long_sizes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> dict[str, int]:
-    """Array lengths of the shared memory of long bags: as many chunks at once as there are groups, if they fit."""
-    pooled = [g for g in geometry if g.pooled]
-    arch, blocks = arch_named(plan.arch), min_blocks(plan, wide=True)
-    room = min(MAX_STATIC_SHARED, arch.shared_bytes // blocks - arch.shared_reserved) - OTHER_SHARED
-    weighted = any(g.bucket.weighted for g in pooled)
-    chunk_bytes = (CHUNK + 1) * (_row_bytes(plan) + 4 * weighted) + 8
-
-    def parts(chunks: int) -> int:
-        return max((g.elements * g.lanes * min(g.groups, chunks) for g in pooled), default=1)
-
-    most = min(max((g.groups for g in pooled), default=1), CHUNK)
-    chunks = next((c for c in range(most, 1, -1) if 4 * parts(c) + c * chunk_bytes <= room), 1)
-    return {"chunks": chunks, "parts": parts(chunks)}
-
-
-def _long_rows(plan: Plan, members: tuple[BucketGeometry, ...], chunks: int) -> int:
-    """Rows for the bytes in flight that the architecture wants, although some threads may have no chunk."""
-    vector, wanted = members[0].vector, _lane_bytes(plan)
-    big = [g for g in members if g.bucket.row_bytes >= BIG_ROW] or members
-    lane_bytes = NEARLY * wanted / min(g.use_of(chunks) for g in big)
-    # Of loads of 16 bytes the compiler does not keep twice as many together.
-    most = min(MOST_LONG_ROWS, max(1, (2 if arch_named(plan.arch).widest_load > 16 else 1) * wanted // vector))
-    return min(power_of_two_above(math.ceil(lane_bytes / vector)), most)
-
-
-def _lane_bytes(plan: Plan) -> int:
-    """Bytes in flight that a lane of the wide kernel, or of the one for long bags, needs: newer memory wants more."""
-    return 16 * cuda_params(plan).pipeline[0] * (2 if arch_named(plan.arch).widest_load > 16 else 1)
 
 
 def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, fewer_bags: int) -> BucketGeometry:
@@ -275,11 +222,6 @@ def power_of_two_below(value: int) -> int:
     return 1 << (value.bit_length() - 1)
 
 
-def power_of_two_above(value: int) -> int:
-    """The smallest power of two that is not below `value`."""
-    return 1 << (value - 1).bit_length()
-
-
 def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
     """Bytes of the widest store that is aligned wherever the bucket writes and never runs over a row's end."""
     size = DTYPES[plan.spec.output_dtype].bytes
@@ -311,7 +253,7 @@ def _fitted(plan: Plan, members: tuple[BucketGeometry, ...]) -> tuple[BucketGeom
 def _shared_bytes(plan: Plan, members: tuple[BucketGeometry, ...]) -> int:
     """Shared memory of a block of one kernel, at most."""
     stage, copy = stage_sizes(members), copy_sizes(members)
-    pooled = (stage["bags"] + stage["groups"]) * DTYPES[plan.id_dtype].bytes + stage["slots"] * _row_bytes(plan)
+    pooled = (stage["bags"] + stage["groups"]) * DTYPES[plan.id_dtype].bytes + stage["slots"] * row_bytes(plan)
     pooled += (2 * stage["groups"] + stage["weights"] + stage["elements"] * cuda_params(plan).block) * 4
     copied = copy["slots"] * 16 + copy["weights"] * 4 + 24 * len(plan.layout.sequence_features)
     return OTHER_SHARED + max(
@@ -319,5 +261,6 @@ def _shared_bytes(plan: Plan, members: tuple[BucketGeometry, ...]) -> int:
     )
 
 
-def _row_bytes(plan: Plan) -> int:
+def row_bytes(plan: Plan) -> int:
+    """Bytes of a checked row number."""
     return DTYPES[row_type(plan).removesuffix("_t")].bytes

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS
+from embforge.codegen.targets.arch import MAX_STATIC_SHARED
 from embforge.codegen.targets.cuda_geometry import (
+    OTHER_SHARED,
     BucketGeometry,
     cuda_params,
     geometry_of,
     register_classes,
     run_of,
 )
+from embforge.codegen.targets.cuda_long import long_geometry
 
 UNIT = CHUNK * CHUNK
 """Ids of a long bag that one block adds up."""
@@ -32,11 +35,19 @@ LONG_BLOCKS = 1024
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel of a plan: its symbol and how many blocks it needs."""
+    """One kernel of a plan: its symbol, how many blocks it needs, and what a block takes."""
 
     symbol: str
     grid: int
     block: int
+    """Threads."""
+    shared: int
+    """Bytes of dynamic shared memory."""
+
+    @property
+    def opts_in(self) -> bool:
+        """Whether a block takes more shared memory than it gets before the driver is asked for it."""
+        return self.shared + OTHER_SHARED > MAX_STATIC_SHARED
 
 
 @dataclass(frozen=True)
@@ -101,12 +112,18 @@ class LaunchShape:
     long_symbols: tuple[str, str] | None
     """The kernels of long bags, if the plan pools at all."""
     long_bag: int
+    long_shared: int
+    """Bytes of dynamic shared memory of the first of them; no other kernel has any."""
     scratch_width: int
 
     @property
     def symbols(self) -> tuple[str, ...]:
         """Every kernel that a call may launch."""
         return (*(symbol for symbol, _ in self.kernels), *(self.long_symbols or ()))
+
+    def shared_of(self, symbol: str) -> int:
+        """Bytes of dynamic shared memory that a block of that kernel is given."""
+        return self.long_shared if self.long_symbols and symbol == self.long_symbols[0] else 0
 
 
 def shape_of(plan: Plan) -> LaunchShape:
@@ -120,6 +137,7 @@ def shape_of(plan: Plan) -> LaunchShape:
         ),
         long_symbols=long_symbols(plan) if any(g.pooled for g in geometry) else None,
         long_bag=params.long_bag,
+        long_shared=long_geometry(plan, geometry).shared,
         scratch_width=scratch_width(plan),
     )
 
@@ -135,7 +153,7 @@ def launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:
     if batch == 0:
         return ForwardLaunch((), 0, 0)
     kernels = [
-        KernelLaunch(symbol, sum(r.blocks(batch, num_values) for r in ranges), shape.block)
+        KernelLaunch(symbol, sum(r.blocks(batch, num_values) for r in ranges), shape.block, 0)
         for symbol, ranges in shape.kernels
     ]
     queue_words = scratch_floats = 0
@@ -145,6 +163,6 @@ def launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:
         queue_words = QUEUE_COUNTERS + QUEUE_RECORD * long_bags
         scratch_floats = units * shape.scratch_width
         units_symbol, merge_symbol = shape.long_symbols
-        kernels.append(KernelLaunch(units_symbol, min(units, LONG_BLOCKS), shape.block))
-        kernels.append(KernelLaunch(merge_symbol, min(long_bags, LONG_BLOCKS), shape.block))
+        kernels.append(KernelLaunch(units_symbol, min(units, LONG_BLOCKS), shape.block, shape.shared_of(units_symbol)))
+        kernels.append(KernelLaunch(merge_symbol, min(long_bags, LONG_BLOCKS), shape.block, 0))
     return ForwardLaunch(tuple(k for k in kernels if k.grid), queue_words, scratch_floats)

@@ -16,7 +16,9 @@ from typing import Any
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.arch import arch_named, resident_threads
-from embforge.codegen.targets.cuda_geometry import BIG_ROW, cuda_params, geometry_of, long_kinds, long_sizes
+from embforge.codegen.targets.cuda_geometry import BIG_ROW, cuda_params, geometry_of
+from embforge.codegen.targets.cuda_launch import shape_of
+from embforge.codegen.targets.cuda_long import long_geometry
 
 LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
 LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7
@@ -105,6 +107,7 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
 def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelCode) -> dict[str, Any]:
     arch, threads = arch_named(plan.arch), cuda_params(plan).block
     shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from there on
+    shared += shape_of(plan).shared_of(symbol)
     resident = resident_threads(arch, threads, registers, shared)
     use = {None: (0, 1.0)} | _use(plan)
     in_flight = [(g, round(sum(g.widths) * resident * use[g.struct][1])) for g in code.groups]
@@ -128,12 +131,12 @@ def _use(plan: Plan) -> dict[str | None, tuple[int, float]]:
     Of buckets that share a loop the one with the least share counts, among those with big rows if there are any.
     """
     geometry = geometry_of(plan)
-    chunks = long_sizes(plan, geometry)["chunks"]
+    long = long_geometry(plan, geometry)
     found: dict[str | None, tuple[int, float]] = {g.name: (g.bucket.row_bytes, g.use) for g in geometry}
-    for kind in long_kinds(plan, geometry):
+    for kind in long.kinds:
         big = [g for g in kind.members if g.bucket.row_bytes >= BIG_ROW] or kind.members
-        worst = min(big, key=lambda g: g.use_of(chunks))
-        found[kind.name] = worst.bucket.row_bytes, worst.use_of(chunks)
+        worst = min(big, key=lambda g: g.use_of(long.chunks))
+        found[kind.name] = worst.bucket.row_bytes, worst.use_of(long.chunks)
     return found
 
 

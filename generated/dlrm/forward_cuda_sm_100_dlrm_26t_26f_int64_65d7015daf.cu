@@ -115,6 +115,14 @@ __device__ __forceinline__ Vector<BYTES> unhoisted(Vector<BYTES> value) {
     return value;
 }
 
+// The block's dynamic shared memory: as much as the host gives at the launch, more than the 48 KB of static memory.
+template <class T>
+__device__ __forceinline__ T& dynamic_shared() {
+    static_assert(alignof(T) <= 16, "aligned for vectors, not for more");
+    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+    return *reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 // ==== end of primitives ============================================================================================
 
@@ -124,7 +132,7 @@ using id_t = int64_t;    // ids and offsets
 using row_t = int32_t;   // a checked row number in shared memory, or ABSENT
 using out_t = float;
 
-constexpr int THREADS = 256;
+constexpr int WARP = 32, THREADS = 256;
 constexpr int64_t OUTPUT_WIDTH = 680;
 constexpr int64_t FEATURE_COUNT = 26;
 constexpr int64_t BUCKET_COUNT = 5;
@@ -311,7 +319,7 @@ struct d128_fp32_sum {
     static constexpr int VECTOR = 32, ELEMENTS = 8, STORE = 16;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 16, LANES = 16, GROUPS = 16;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 64, PITCH = 65;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 64;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -323,7 +331,7 @@ struct d64_fp32_sum {
     static constexpr int VECTOR = 32, ELEMENTS = 8, STORE = 16;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 8, LANES = 8, GROUPS = 32;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 32, PITCH = 33;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 32;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -335,7 +343,7 @@ struct d32_fp32_sum {
     static constexpr int VECTOR = 32, ELEMENTS = 8, STORE = 16;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 4, LANES = 4, GROUPS = 64;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 16, PITCH = 17;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 16;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -347,7 +355,7 @@ struct d16_fp32_sum {
     static constexpr int VECTOR = 32, ELEMENTS = 8, STORE = 16;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 2, LANES = 2, GROUPS = 128;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 8, PITCH = 9;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 8;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -359,7 +367,7 @@ struct d8_fp32_sum {
     static constexpr int VECTOR = 32, ELEMENTS = 8, STORE = 16;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 1, LANES = 1, GROUPS = 256;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 4, PITCH = 5;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 4;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -453,17 +461,18 @@ struct Source {
     }
 };
 
-// Stages SLOTS ids of a pooled feature: slot(i) gets the row of the id at position place(i), or ABSENT where that is
-// negative. A few ids a thread are under way at once.
+// Stages ids of a pooled feature, SLOTS at most: slot(i) gets the row of the id at position place(i), or ABSENT where
+// that is negative. A few ids a thread are under way at once.
 template <bool WEIGHTED, int SLOTS, class Place, class Slot>
 __device__ __forceinline__ void stage_rows(const Arguments& a, const Source& source, const Place& place,
-                                           const Slot& slot, row_t* rows, float* weights, int64_t& bad_id) {
+                                           const Slot& slot, row_t* rows, float* weights, int64_t& bad_id,
+                                           int count = SLOTS) {
     constexpr int EACH = (SLOTS + THREADS - 1) / THREADS;
     constexpr int AT_ONCE = EACH < 2 ? EACH : 2;
     constexpr bool EVEN = SLOTS % (AT_ONCE * THREADS) == 0;
     const uint32_t thread = unhoisted(threadIdx.x);
 #pragma unroll 1
-    for (int first = 0; first < SLOTS; first += AT_ONCE * THREADS) {
+    for (int first = 0; first < count; first += AT_ONCE * THREADS) {
         id_t id[AT_ONCE];
         float weight[AT_ONCE];
         uint32_t present = 0, bad = 0;
@@ -552,6 +561,7 @@ struct PooledStage {
     Source source;
     out_t* out;                 // the first bag's columns
     int tile, bags;             // of the run
+    int fold;                   // GROUPS >> fold groups have work, with windows that are larger by as much
     int first_bag[GROUPS + 1];  // of each group, and the end
     id_t border[BAGS + 1];      // where each bag begins in values, and the end
     id_t window_begin[GROUPS];  // the ids that each group is about to add ...
@@ -575,8 +585,7 @@ __device__ __forceinline__ uint32_t runs_of(int64_t batch, int run) {
 }
 
 // Reads the run's borders, checks them, queues its long bags, and shares the rest out to the groups. Groups of a warp
-// wait for each other, so they get equal work, not equal numbers of bags: each begins at the border nearest to its
-// share.
+// wait for each other, so they get equal work, not equal numbers of bags, as far as borders allow.
 template <class Stage>
 __device__ __forceinline__ void open_run(const Arguments& a, Stage& stage, const Work& work) {
     const Shape& shape = SHAPES[work.bucket];
@@ -596,27 +605,61 @@ __device__ __forceinline__ void open_run(const Arguments& a, Stage& stage, const
     for (int i = threadIdx.x; i <= bags; i += THREADS)
         stage.border[i] = border_at(a, f.index * a.batch + first + i);
     __syncthreads();
-    if (tile == 0) {
+    bool disorder = false;
+    int64_t longest = 0;
 #pragma unroll 1
-        for (int bag = threadIdx.x; bag < bags; bag += THREADS) {
-            check_borders(a, f.index, first + bag);
-            if (stage.length(bag) > LONG_BAG)
-                enqueue(a, {0, stage.border[bag], stage.length(bag), slot, work.bucket, first + bag});
-        }
+    for (int bag = threadIdx.x; bag < bags; bag += THREADS) {
+        const int64_t length = stage.length(bag);
+        disorder |= length < 0;
+        if (length <= LONG_BAG && length > longest) longest = length;
+        if (tile > 0) continue;
+        check_borders(a, f.index, first + bag);
+        if (length > LONG_BAG) enqueue(a, {0, stage.border[bag], length, slot, work.bucket, first + bag});
     }
     const auto cost = [&](int bag) { return static_cast<int64_t>(stage.border[bag]) - stage.border[0] + bag; };
+    // The block waits for its longest bag. While half of the groups, with twice the share each, need no more time than
+    // that, the other half would only leave lanes idle.
+    int groups = shape.groups, fold = 0;
+    while (shape.lanes < WARP && groups / 2 * shape.lanes >= WARP
+           && __syncthreads_or(cost(bags) <= groups / 2 * (longest + 1))) {
+        groups /= 2;
+        ++fold;
+    }
+    if (threadIdx.x == 0) stage.fold = fold;
+    // Each group begins at the border nearest to its share ...
 #pragma unroll 1
-    for (int g = threadIdx.x; g <= shape.groups; g += THREADS) {
-        const int64_t share = cost(bags) * g / shape.groups;
+    for (int g = threadIdx.x; g <= groups; g += THREADS) {
+        const int64_t share = cost(bags) * g / groups;
         int low = 0, high = bags;  // the first bag whose cost reaches the share
         while (low < high) {
             const int middle = (low + high) >> 1;
             if (cost(middle) < share) low = middle + 1; else high = middle;
         }
-        stage.first_bag[g] = g == shape.groups ? bags
+        stage.first_bag[g] = g == groups ? bags
             : low > 0 && share - cost(low - 1) < cost(low) - share ? low - 1 : low;
     }
-    __syncthreads();
+    // ... or one further, if that is fairer between it and the group before: every second group, then the others.
+#pragma unroll 1
+    for (int turn = 1; turn <= 2; ++turn) {
+        __syncthreads();
+#pragma unroll 1
+        for (int g = 2 * threadIdx.x + turn; g < groups; g += 2 * THREADS) {
+            const int low = stage.first_bag[g - 1], middle = stage.first_bag[g], high = stage.first_bag[g + 1];
+            const auto larger_half = [&](int bag) {
+                const int64_t before = cost(bag) - cost(low), after = cost(high) - cost(bag);
+                return before > after ? before : after;
+            };
+            int best = middle;
+            if (middle > low && larger_half(middle - 1) < larger_half(best)) best = middle - 1;
+            if (middle < high && larger_half(middle + 1) < larger_half(best)) best = middle + 1;
+            stage.first_bag[g] = best;
+        }
+    }
+    if (__syncthreads_or(disorder)) {  // such borders cannot be shared out: all bags count as empty
+#pragma unroll 1
+        for (int i = threadIdx.x; i <= bags; i += THREADS) stage.border[i] = 0;
+        __syncthreads();
+    }
 }
 
 // The chunks of a bag before the running one. Few bags have any, so they wait in shared memory, not in registers.
@@ -674,7 +717,7 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
     }
 
     int bag = 0, last = 0, left = 0, chunk_left = CHUNK;
-    if (group < B::GROUPS) {
+    if (group < B::GROUPS >> stage.fold) {
         bag = stage.first_bag[group];
         last = stage.first_bag[group + 1];
     }
@@ -695,23 +738,27 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
         if (bag < last) {
             const id_t begin = stage.border[bag + 1] - left;
             const int64_t rest = static_cast<int64_t>(stage.border[last]) - begin;
-            window = rest < B::WINDOW ? static_cast<int>(rest) : B::WINDOW;
+            window = B::WINDOW << stage.fold;
+            if (rest < window) window = static_cast<int>(rest);
             if (unhoisted(threadIdx.x) % B::LANES == 0) stage.window_begin[group] = begin;
         }
         if (unhoisted(threadIdx.x) % B::LANES == 0 && group < B::GROUPS) stage.window_size[group] = window;
         if (!__syncthreads_or(window > 0)) break;
+        constexpr int GAP = 1 - B::WINDOW % 2;  // between windows, so that groups read different banks
+        const int most = B::WINDOW << stage.fold;
+        const auto owner = [&](int i) { return i / B::WINDOW >> stage.fold; };  // the group of the i-th staged id
         const auto place = [&](int i) {
-            const int k = i % B::WINDOW;
-            return k < stage.window_size[i / B::WINDOW] ? stage.window_begin[i / B::WINDOW] + int64_t{k} : int64_t{-1};
+            const int k = i - owner(i) * most;
+            return k < stage.window_size[owner(i)] ? stage.window_begin[owner(i)] + int64_t{k} : int64_t{-1};
         };
-        const auto slot = [](int i) { return i / B::WINDOW * B::PITCH + i % B::WINDOW; };
+        const auto slot = [&](int i) { return i + owner(i) * GAP; };
         stage_rows<B::WEIGHTED, B::GROUPS * B::WINDOW>(a, stage.source, place, slot, stage.row, stage.weight, bad_id);
         __syncthreads();
 
 #pragma unroll 1
         for (int k = 0; k < window; k += B::ROWS) {
             Batch<B> batch;
-            const int at = group * B::PITCH + k;
+            const int at = group * (most + GAP) + k;
             batch.load(column, B::STRIDE, stage.row + at, stage.weight + (B::WEIGHTED ? at : 0), active);
             // Rows of several short bags come in one batch: add up to the next border of a bag or of a chunk.
             const int size = smaller(B::ROWS, window - k);
@@ -752,7 +799,9 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
 
 constexpr int64_t SCRATCH_WIDTH = 129;  // floats a unit: the widest row, then its weight or count
 constexpr int LONG_CHUNKS = 64;            // chunks in work at once
-constexpr int CHUNK_PITCH = CHUNK + 1;     // odd, so that groups read different banks
+// Ids from chunk to chunk: where the last batch of rows reaches beyond the chunk it finds ABSENT. Odd, so that groups
+// read different banks.
+constexpr int CHUNK_PITCH = 65;
 
 struct long_fp32_sum_32 {
     using element = float;
@@ -768,6 +817,7 @@ struct LongStage {
     float part_weight[LONG_CHUNKS];
     int part_present[LONG_CHUNKS];
 };
+static_assert(sizeof(LongStage) == 25384, "the host gives the block so much dynamic shared memory");
 
 // Adds up one chunk of up to CHUNK staged ids: a lane's part of it.
 template <class K>
@@ -815,7 +865,8 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
         for (int64_t wave = begin; wave < end; wave += chunks * CHUNK) {
             const auto place = [&](int i) { return i < chunks * CHUNK && wave + i < end ? wave + i : int64_t{-1}; };
             const auto slot = [](int i) { return i / CHUNK * CHUNK_PITCH + i % CHUNK; };
-            stage_rows<false, LONG_CHUNKS * CHUNK>(a, stage.source, place, slot, stage.row, stage.weight, bad_id);
+            stage_rows<false, LONG_CHUNKS * CHUNK>(
+                a, stage.source, place, slot, stage.row, stage.weight, bad_id, chunks * CHUNK);
             __syncthreads();
             if (group < chunks && vector < shape.vectors) {
                 const int64_t ids = end - wave - group * CHUNK;
@@ -977,12 +1028,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_100_dlr
     __shared__ int64_t bad_id;
     if (threadIdx.x == 0) bad_id = NO_BAD_ID;
 
-    __shared__ LongStage stage;
-    const Queued all = queued(a);
-    LongBag* records = reinterpret_cast<LongBag*>(queue + QUEUE_COUNTERS);
+    LongStage& stage = dynamic_shared<LongStage>();
 #pragma unroll 1
-    for (int64_t bag = int64_t{blockIdx.x} * THREADS + threadIdx.x; bag < all.bags; bag += int64_t{gridDim.x} * THREADS)
-        if (!is_sound(a, records[bag])) records[bag].length = 0;  // not for the merge
+    for (int i = threadIdx.x; i < LONG_CHUNKS * CHUNK_PITCH; i += THREADS) stage.row[i] = ABSENT;
+    const Queued all = queued(a);
+    const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
 #pragma unroll 1
     for (int64_t unit = blockIdx.x; unit < all.units; unit += gridDim.x) {
         int64_t low = 0, high = all.bags;  // the unit's bag
@@ -1018,7 +1068,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_100_dlr
         queue};
     const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
     for (int64_t bag = blockIdx.x, bags = queued(a).bags; bag < bags; bag += gridDim.x)
-        if (records[bag].length > 0) merge_bag(a, records[bag]);
+        if (is_sound(a, records[bag])) merge_bag(a, records[bag]);
 }
 
 }  // namespace embforge

@@ -104,6 +104,14 @@ __device__ __forceinline__ Vector<BYTES> unhoisted(Vector<BYTES> value) {
     return value;
 }
 
+// The block's dynamic shared memory: as much as the host gives at the launch, more than the 48 KB of static memory.
+template <class T>
+__device__ __forceinline__ T& dynamic_shared() {
+    static_assert(alignof(T) <= 16, "aligned for vectors, not for more");
+    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+    return *reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 // ==== end of primitives ============================================================================================
 
@@ -113,7 +121,7 @@ using id_t = int64_t;    // ids and offsets
 using row_t = int32_t;   // a checked row number in shared memory, or ABSENT
 using out_t = bf16_t;
 
-constexpr int THREADS = 256;
+constexpr int WARP = 32, THREADS = 256;
 constexpr int64_t OUTPUT_WIDTH = 0;
 constexpr int64_t FEATURE_COUNT = 1;
 constexpr int64_t BUCKET_COUNT = 1;
@@ -296,9 +304,9 @@ __device__ __forceinline__ void stage_row(const Arguments& a, Stage& stage, cons
         const id_t id = read_only(a.values + position);
         if (is_row(table.limit, id)) row = table.rows + static_cast<int64_t>(id) * stride;
         else remember(bad_id, position);
-        if (f.weighted) stage.weight[i] = a.weights ? read_only(a.weights + position) : 1.0f;
     }
     stage.row[i] = row;
+    if (f.weighted) stage.weight[i] = position >= 0 && a.weights ? read_only(a.weights + position) : 1.0f;
 }
 
 // Copies the staged rows, ROWS of them in flight a lane; neighbouring groups write neighbouring rows.
@@ -368,6 +376,7 @@ __device__ __forceinline__ void open_sequence(const Arguments& a, Stage& stage, 
         stage.sequence[s] = place;
     }
     __syncthreads();
+    bool any = false;
     for (int i = threadIdx.x; i < end - begin; i += THREADS) {
         const int64_t position = begin + i;
         stage.place[i] = -1;
@@ -377,6 +386,7 @@ __device__ __forceinline__ void open_sequence(const Arguments& a, Stage& stage, 
             const int64_t place = stage.sequence[s] + (position - stage.begin[s]) * shape.dim;
             if (place + shape.dim <= a.sequence_size) stage.place[i] = place;
             stage_row(a, stage, FEATURES[SEQUENCE[s].slot], shape.stride, i, position, bad_id);
+            any = true;
             break;
         }
     }
@@ -389,7 +399,10 @@ __device__ __forceinline__ void open_sequence(const Arguments& a, Stage& stage, 
         stage.tile = static_cast<int>(work.block % shape.tiles);
         stage.count = static_cast<int>(end - begin);
     }
-    __syncthreads();
+    if (!__syncthreads_or(any)) {  // all positions are other buckets': nothing to copy
+        if (threadIdx.x == 0) stage.count = 0;
+        __syncthreads();
+    }
 }
 
 // ---- kernels ------------------------------------------------------------------------------------------------------

@@ -189,6 +189,14 @@ __device__ __forceinline__ Vector<BYTES> unhoisted(Vector<BYTES> value) {
     return value;
 }
 
+// The block's dynamic shared memory: as much as the host gives at the launch, more than the 48 KB of static memory.
+template <class T>
+__device__ __forceinline__ T& dynamic_shared() {
+    static_assert(alignof(T) <= 16, "aligned for vectors, not for more");
+    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+    return *reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
 // ==== end of primitives ============================================================================================
 
@@ -198,7 +206,7 @@ using id_t = int64_t;    // ids and offsets
 using row_t = int32_t;   // a checked row number in shared memory, or ABSENT
 using out_t = float;
 
-constexpr int THREADS = 256;
+constexpr int WARP = 32, THREADS = 256;
 constexpr int64_t OUTPUT_WIDTH = 11153;
 constexpr int64_t FEATURE_COUNT = 23;
 constexpr int64_t BUCKET_COUNT = 22;
@@ -399,7 +407,7 @@ struct d4096_bf16_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 8, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 512, LANES = 256, GROUPS = 1;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 1024, PITCH = 1025;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 1024;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -411,7 +419,7 @@ struct d4096_bf16_max {
     static constexpr int VECTOR = 16, ELEMENTS = 8, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 512, LANES = 256, GROUPS = 1;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 1024, PITCH = 1025;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 1024;  // ids a group stages
     static constexpr bool MAX = true, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -423,7 +431,7 @@ struct d1000_fp32_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 250, LANES = 250, GROUPS = 1;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 1024, PITCH = 1025;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 1024;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -435,7 +443,7 @@ struct d1000_fp8_e4m3_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 16, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 63, LANES = 63, GROUPS = 4;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 256, PITCH = 257;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 256;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = false;  // WHOLE: vectors end where rows do
 };
@@ -447,7 +455,7 @@ struct d64_fp32_sum_weighted {
     static constexpr int VECTOR = 16, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 16, LANES = 16, GROUPS = 16;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 64, PITCH = 65;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 64;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = true, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -459,7 +467,7 @@ struct d64_fp32_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 16, LANES = 16, GROUPS = 16;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 64, PITCH = 65;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 64;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -471,7 +479,7 @@ struct d64_fp32_max {
     static constexpr int VECTOR = 16, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 16, LANES = 16, GROUPS = 16;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 64, PITCH = 65;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 64;  // ids a group stages
     static constexpr bool MAX = true, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -493,7 +501,7 @@ struct d128_fp16_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 8, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 16, LANES = 16, GROUPS = 16;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 64, PITCH = 65;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 64;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -515,7 +523,7 @@ struct d128_bf16_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 8, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 16, LANES = 16, GROUPS = 16;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 64, PITCH = 65;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 64;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -527,7 +535,7 @@ struct d33_bf16_sum_weighted {
     static constexpr int VECTOR = 8, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 9, LANES = 9, GROUPS = 28;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 32, PITCH = 33;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 32;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = true, WHOLE = false;  // WHOLE: vectors end where rows do
 };
@@ -549,7 +557,7 @@ struct d16_fp32_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 4, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 4, LANES = 4, GROUPS = 64;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 16, PITCH = 17;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 16;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -571,7 +579,7 @@ struct d64_fp8_e4m3_sum {
     static constexpr int VECTOR = 16, ELEMENTS = 16, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 4, LANES = 4, GROUPS = 64;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 16, PITCH = 17;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 16;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -583,7 +591,7 @@ struct d64_fp8_e4m3_sum_weighted {
     static constexpr int VECTOR = 16, ELEMENTS = 16, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 4, LANES = 4, GROUPS = 64;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 16, PITCH = 17;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 16;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = true, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -605,7 +613,7 @@ struct d7_fp16_sum {
     static constexpr int VECTOR = 2, ELEMENTS = 1, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 7, LANES = 7, GROUPS = 36;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 24, PITCH = 25;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 24;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -617,7 +625,7 @@ struct d3_fp32_sum {
     static constexpr int VECTOR = 4, ELEMENTS = 1, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 3, LANES = 3, GROUPS = 85;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 8, PITCH = 9;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 8;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -629,7 +637,7 @@ struct d3_fp32_max {
     static constexpr int VECTOR = 4, ELEMENTS = 1, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 3, LANES = 3, GROUPS = 85;
     static constexpr int ROWS = 8;  // in flight a lane
-    static constexpr int WINDOW = 8, PITCH = 9;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 8;  // ids a group stages
     static constexpr bool MAX = true, DIVIDES = false;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -641,7 +649,7 @@ struct d1_fp32_sum {
     static constexpr int VECTOR = 4, ELEMENTS = 1, STORE = 4;  // a lane's: bytes a load, elements, bytes a store
     static constexpr int VECTORS = 1, LANES = 1, GROUPS = 256;
     static constexpr int ROWS = 4;  // in flight a lane
-    static constexpr int WINDOW = 4, PITCH = 5;  // ids a group stages; odd, so that groups read different banks
+    static constexpr int WINDOW = 4;  // ids a group stages
     static constexpr bool MAX = false, DIVIDES = true;
     static constexpr bool WEIGHTED = false, WHOLE = true;  // WHOLE: vectors end where rows do
 };
@@ -735,17 +743,18 @@ struct Source {
     }
 };
 
-// Stages SLOTS ids of a pooled feature: slot(i) gets the row of the id at position place(i), or ABSENT where that is
-// negative. A few ids a thread are under way at once.
+// Stages ids of a pooled feature, SLOTS at most: slot(i) gets the row of the id at position place(i), or ABSENT where
+// that is negative. A few ids a thread are under way at once.
 template <bool WEIGHTED, int SLOTS, class Place, class Slot>
 __device__ __forceinline__ void stage_rows(const Arguments& a, const Source& source, const Place& place,
-                                           const Slot& slot, row_t* rows, float* weights, int64_t& bad_id) {
+                                           const Slot& slot, row_t* rows, float* weights, int64_t& bad_id,
+                                           int count = SLOTS) {
     constexpr int EACH = (SLOTS + THREADS - 1) / THREADS;
     constexpr int AT_ONCE = EACH < 2 ? EACH : 2;
     constexpr bool EVEN = SLOTS % (AT_ONCE * THREADS) == 0;
     const uint32_t thread = unhoisted(threadIdx.x);
 #pragma unroll 1
-    for (int first = 0; first < SLOTS; first += AT_ONCE * THREADS) {
+    for (int first = 0; first < count; first += AT_ONCE * THREADS) {
         id_t id[AT_ONCE];
         float weight[AT_ONCE];
         uint32_t present = 0, bad = 0;
@@ -834,6 +843,7 @@ struct PooledStage {
     Source source;
     out_t* out;                 // the first bag's columns
     int tile, bags;             // of the run
+    int fold;                   // GROUPS >> fold groups have work, with windows that are larger by as much
     int first_bag[GROUPS + 1];  // of each group, and the end
     id_t border[BAGS + 1];      // where each bag begins in values, and the end
     id_t window_begin[GROUPS];  // the ids that each group is about to add ...
@@ -857,8 +867,7 @@ __device__ __forceinline__ uint32_t runs_of(int64_t batch, int run) {
 }
 
 // Reads the run's borders, checks them, queues its long bags, and shares the rest out to the groups. Groups of a warp
-// wait for each other, so they get equal work, not equal numbers of bags: each begins at the border nearest to its
-// share.
+// wait for each other, so they get equal work, not equal numbers of bags, as far as borders allow.
 template <class Stage>
 __device__ __forceinline__ void open_run(const Arguments& a, Stage& stage, const Work& work) {
     const Shape& shape = SHAPES[work.bucket];
@@ -878,27 +887,61 @@ __device__ __forceinline__ void open_run(const Arguments& a, Stage& stage, const
     for (int i = threadIdx.x; i <= bags; i += THREADS)
         stage.border[i] = border_at(a, f.index * a.batch + first + i);
     __syncthreads();
-    if (tile == 0) {
+    bool disorder = false;
+    int64_t longest = 0;
 #pragma unroll 1
-        for (int bag = threadIdx.x; bag < bags; bag += THREADS) {
-            check_borders(a, f.index, first + bag);
-            if (stage.length(bag) > LONG_BAG)
-                enqueue(a, {0, stage.border[bag], stage.length(bag), slot, work.bucket, first + bag});
-        }
+    for (int bag = threadIdx.x; bag < bags; bag += THREADS) {
+        const int64_t length = stage.length(bag);
+        disorder |= length < 0;
+        if (length <= LONG_BAG && length > longest) longest = length;
+        if (tile > 0) continue;
+        check_borders(a, f.index, first + bag);
+        if (length > LONG_BAG) enqueue(a, {0, stage.border[bag], length, slot, work.bucket, first + bag});
     }
     const auto cost = [&](int bag) { return static_cast<int64_t>(stage.border[bag]) - stage.border[0] + bag; };
+    // The block waits for its longest bag. While half of the groups, with twice the share each, need no more time than
+    // that, the other half would only leave lanes idle.
+    int groups = shape.groups, fold = 0;
+    while (shape.lanes < WARP && groups / 2 * shape.lanes >= WARP
+           && __syncthreads_or(cost(bags) <= groups / 2 * (longest + 1))) {
+        groups /= 2;
+        ++fold;
+    }
+    if (threadIdx.x == 0) stage.fold = fold;
+    // Each group begins at the border nearest to its share ...
 #pragma unroll 1
-    for (int g = threadIdx.x; g <= shape.groups; g += THREADS) {
-        const int64_t share = cost(bags) * g / shape.groups;
+    for (int g = threadIdx.x; g <= groups; g += THREADS) {
+        const int64_t share = cost(bags) * g / groups;
         int low = 0, high = bags;  // the first bag whose cost reaches the share
         while (low < high) {
             const int middle = (low + high) >> 1;
             if (cost(middle) < share) low = middle + 1; else high = middle;
         }
-        stage.first_bag[g] = g == shape.groups ? bags
+        stage.first_bag[g] = g == groups ? bags
             : low > 0 && share - cost(low - 1) < cost(low) - share ? low - 1 : low;
     }
-    __syncthreads();
+    // ... or one further, if that is fairer between it and the group before: every second group, then the others.
+#pragma unroll 1
+    for (int turn = 1; turn <= 2; ++turn) {
+        __syncthreads();
+#pragma unroll 1
+        for (int g = 2 * threadIdx.x + turn; g < groups; g += 2 * THREADS) {
+            const int low = stage.first_bag[g - 1], middle = stage.first_bag[g], high = stage.first_bag[g + 1];
+            const auto larger_half = [&](int bag) {
+                const int64_t before = cost(bag) - cost(low), after = cost(high) - cost(bag);
+                return before > after ? before : after;
+            };
+            int best = middle;
+            if (middle > low && larger_half(middle - 1) < larger_half(best)) best = middle - 1;
+            if (middle < high && larger_half(middle + 1) < larger_half(best)) best = middle + 1;
+            stage.first_bag[g] = best;
+        }
+    }
+    if (__syncthreads_or(disorder)) {  // such borders cannot be shared out: all bags count as empty
+#pragma unroll 1
+        for (int i = threadIdx.x; i <= bags; i += THREADS) stage.border[i] = 0;
+        __syncthreads();
+    }
 }
 
 // The chunks of a bag before the running one. Few bags have any, so they wait in shared memory, not in registers.
@@ -956,7 +999,7 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
     }
 
     int bag = 0, last = 0, left = 0, chunk_left = CHUNK;
-    if (group < B::GROUPS) {
+    if (group < B::GROUPS >> stage.fold) {
         bag = stage.first_bag[group];
         last = stage.first_bag[group + 1];
     }
@@ -977,23 +1020,27 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
         if (bag < last) {
             const id_t begin = stage.border[bag + 1] - left;
             const int64_t rest = static_cast<int64_t>(stage.border[last]) - begin;
-            window = rest < B::WINDOW ? static_cast<int>(rest) : B::WINDOW;
+            window = B::WINDOW << stage.fold;
+            if (rest < window) window = static_cast<int>(rest);
             if (unhoisted(threadIdx.x) % B::LANES == 0) stage.window_begin[group] = begin;
         }
         if (unhoisted(threadIdx.x) % B::LANES == 0 && group < B::GROUPS) stage.window_size[group] = window;
         if (!__syncthreads_or(window > 0)) break;
+        constexpr int GAP = 1 - B::WINDOW % 2;  // between windows, so that groups read different banks
+        const int most = B::WINDOW << stage.fold;
+        const auto owner = [&](int i) { return i / B::WINDOW >> stage.fold; };  // the group of the i-th staged id
         const auto place = [&](int i) {
-            const int k = i % B::WINDOW;
-            return k < stage.window_size[i / B::WINDOW] ? stage.window_begin[i / B::WINDOW] + int64_t{k} : int64_t{-1};
+            const int k = i - owner(i) * most;
+            return k < stage.window_size[owner(i)] ? stage.window_begin[owner(i)] + int64_t{k} : int64_t{-1};
         };
-        const auto slot = [](int i) { return i / B::WINDOW * B::PITCH + i % B::WINDOW; };
+        const auto slot = [&](int i) { return i + owner(i) * GAP; };
         stage_rows<B::WEIGHTED, B::GROUPS * B::WINDOW>(a, stage.source, place, slot, stage.row, stage.weight, bad_id);
         __syncthreads();
 
 #pragma unroll 1
         for (int k = 0; k < window; k += B::ROWS) {
             Batch<B> batch;
-            const int at = group * B::PITCH + k;
+            const int at = group * (most + GAP) + k;
             batch.load(column, B::STRIDE, stage.row + at, stage.weight + (B::WEIGHTED ? at : 0), active);
             // Rows of several short bags come in one batch: add up to the next border of a bag or of a chunk.
             const int size = smaller(B::ROWS, window - k);
@@ -1033,8 +1080,10 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
 // rare: buckets that differ only in their shape share this code.
 
 constexpr int64_t SCRATCH_WIDTH = 4097;  // floats a unit: the widest row, then its weight or count
-constexpr int LONG_CHUNKS = 62;            // chunks in work at once
-constexpr int CHUNK_PITCH = CHUNK + 1;     // odd, so that groups read different banks
+constexpr int LONG_CHUNKS = 64;            // chunks in work at once
+// Ids from chunk to chunk: where the last batch of rows reaches beyond the chunk it finds ABSENT. Odd, so that groups
+// read different banks.
+constexpr int CHUNK_PITCH = 73;
 
 struct long_bf16_sum_16 {
     using element = bf16_t;
@@ -1050,13 +1099,13 @@ struct long_bf16_max_16 {
 
 struct long_fp32_sum_16 {
     using element = float;
-    static constexpr int VECTOR = 16, ELEMENTS = 4, ROWS = 4;
+    static constexpr int VECTOR = 16, ELEMENTS = 4, ROWS = 5;
     static constexpr bool MAX = false, DIVIDES = true, WEIGHTED = false;
 };
 
 struct long_fp8_e4m3_sum_16 {
     using element = fp8_t;
-    static constexpr int VECTOR = 16, ELEMENTS = 16, ROWS = 4;
+    static constexpr int VECTOR = 16, ELEMENTS = 16, ROWS = 5;
     static constexpr bool MAX = false, DIVIDES = false, WEIGHTED = false;
 };
 
@@ -1080,7 +1129,7 @@ struct long_fp16_sum_16 {
 
 struct long_bf16_sum_weighted_8 {
     using element = bf16_t;
-    static constexpr int VECTOR = 8, ELEMENTS = 4, ROWS = 8;
+    static constexpr int VECTOR = 8, ELEMENTS = 4, ROWS = 9;
     static constexpr bool MAX = false, DIVIDES = true, WEIGHTED = true;
 };
 
@@ -1112,10 +1161,11 @@ struct LongStage {
     Source source;
     row_t row[LONG_CHUNKS * CHUNK_PITCH];
     float weight[LONG_CHUNKS * CHUNK_PITCH];
-    float part[4032];  // chunk sums: one element of all lanes at work, then the next
+    float part[4096];  // chunk sums: one element of all lanes at work, then the next
     float part_weight[LONG_CHUNKS];
     int part_present[LONG_CHUNKS];
 };
+static_assert(sizeof(LongStage) == 54304, "the host gives the block so much dynamic shared memory");
 
 // Adds up one chunk of up to CHUNK staged ids: a lane's part of it.
 template <class K>
@@ -1163,7 +1213,8 @@ __device__ __forceinline__ void pool_unit(const Arguments& a, LongStage& stage, 
         for (int64_t wave = begin; wave < end; wave += chunks * CHUNK) {
             const auto place = [&](int i) { return i < chunks * CHUNK && wave + i < end ? wave + i : int64_t{-1}; };
             const auto slot = [](int i) { return i / CHUNK * CHUNK_PITCH + i % CHUNK; };
-            stage_rows<true, LONG_CHUNKS * CHUNK>(a, stage.source, place, slot, stage.row, stage.weight, bad_id);
+            stage_rows<true, LONG_CHUNKS * CHUNK>(
+                a, stage.source, place, slot, stage.row, stage.weight, bad_id, chunks * CHUNK);
             __syncthreads();
             if (group < chunks && vector < shape.vectors) {
                 const int64_t ids = end - wave - group * CHUNK;
@@ -1280,9 +1331,9 @@ __device__ __forceinline__ void stage_row(const Arguments& a, Stage& stage, cons
         const id_t id = read_only(a.values + position);
         if (is_row(table.limit, id)) row = table.rows + static_cast<int64_t>(id) * stride;
         else remember(bad_id, position);
-        if (f.weighted) stage.weight[i] = a.weights ? read_only(a.weights + position) : 1.0f;
     }
     stage.row[i] = row;
+    if (f.weighted) stage.weight[i] = position >= 0 && a.weights ? read_only(a.weights + position) : 1.0f;
 }
 
 // Copies the staged rows, ROWS of them in flight a lane; neighbouring groups write neighbouring rows.
@@ -1352,6 +1403,7 @@ __device__ __forceinline__ void open_sequence(const Arguments& a, Stage& stage, 
         stage.sequence[s] = place;
     }
     __syncthreads();
+    bool any = false;
     for (int i = threadIdx.x; i < end - begin; i += THREADS) {
         const int64_t position = begin + i;
         stage.place[i] = -1;
@@ -1361,6 +1413,7 @@ __device__ __forceinline__ void open_sequence(const Arguments& a, Stage& stage, 
             const int64_t place = stage.sequence[s] + (position - stage.begin[s]) * shape.dim;
             if (place + shape.dim <= a.sequence_size) stage.place[i] = place;
             stage_row(a, stage, FEATURES[SEQUENCE[s].slot], shape.stride, i, position, bad_id);
+            any = true;
             break;
         }
     }
@@ -1373,7 +1426,10 @@ __device__ __forceinline__ void open_sequence(const Arguments& a, Stage& stage, 
         stage.tile = static_cast<int>(work.block % shape.tiles);
         stage.count = static_cast<int>(end - begin);
     }
-    __syncthreads();
+    if (!__syncthreads_or(any)) {  // all positions are other buckets': nothing to copy
+        if (threadIdx.x == 0) stage.count = 0;
+        __syncthreads();
+    }
 }
 
 // Stages a run of the batch * hotness slots of one feature.
@@ -1576,12 +1632,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_90_mixe
     __shared__ int64_t bad_id;
     if (threadIdx.x == 0) bad_id = NO_BAD_ID;
 
-    __shared__ LongStage stage;
-    const Queued all = queued(a);
-    LongBag* records = reinterpret_cast<LongBag*>(queue + QUEUE_COUNTERS);
+    LongStage& stage = dynamic_shared<LongStage>();
 #pragma unroll 1
-    for (int64_t bag = int64_t{blockIdx.x} * THREADS + threadIdx.x; bag < all.bags; bag += int64_t{gridDim.x} * THREADS)
-        if (!is_sound(a, records[bag])) records[bag].length = 0;  // not for the merge
+    for (int i = threadIdx.x; i < LONG_CHUNKS * CHUNK_PITCH; i += THREADS) stage.row[i] = ABSENT;
+    const Queued all = queued(a);
+    const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
 #pragma unroll 1
     for (int64_t unit = blockIdx.x; unit < all.units; unit += gridDim.x) {
         int64_t low = 0, high = all.bags;  // the unit's bag
@@ -1617,7 +1672,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) forward_cuda_sm_90_mixe
         queue};
     const LongBag* records = reinterpret_cast<const LongBag*>(queue + QUEUE_COUNTERS);
     for (int64_t bag = blockIdx.x, bags = queued(a).bags; bag < bags; bag += gridDim.x)
-        if (records[bag].length > 0) merge_bag(a, records[bag]);
+        if (is_sound(a, records[bag])) merge_bag(a, records[bag]);
 }
 
 }  // namespace embforge

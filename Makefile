@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 PEERS  := $(VENV)/.peers
 GOLDEN_SPECS := dlrm llm_vocab mixed
 
-.PHONY: help setup demo test soak bench lint format typing golden wheel lock clean
+.PHONY: help setup demo test soak bench lanes lint format typing golden wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -31,6 +31,9 @@ soak: $(READY) ## kills, fuzzing and long runs
 bench: $(READY) $(PEERS) ## the CPU kernels beside torch and FBGEMM; writes dated JSON
 	$(RUN)python -m benchmarks.build_times
 	$(RUN)python -m benchmarks.run
+
+lanes: $(READY) ## what the lanes of a GPU would do, counted by the emulated one; rewrites docs/emulated_gpu.md
+	$(RUN)python -m benchmarks.lanes --write
 
 lint: $(READY) typing ## ruff, format, types
 	$(RUN)ruff check .

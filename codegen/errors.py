@@ -23,6 +23,14 @@ class ToolchainError(EmbforgeError, RuntimeError):
     """A compiler or library that a target needs is not on this machine. The message holds the remedy."""
 
 
+class KernelBugError(EmbforgeError, RuntimeError):
+    """The SIMT executor caught a kernel doing what no GPU promises to get right. Names kernel, block, thread, line."""
+
+
+class LaunchError(EmbforgeError, RuntimeError):
+    """The CUDA driver refused to load or launch a kernel. Names the kernel, the device, the reason and the remedy."""
+
+
 class MissingKernelError(EmbforgeError, RuntimeError):
     """No binary for a plan was found and building one is forbidden (EMBFORGE_JIT=0)."""
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from embforge.codegen.errors import ToolchainError
@@ -22,6 +22,7 @@ X86_NEEDS: dict[str, frozenset[str]] = {
 """CPU flags (Linux spelling) that each instruction set needs, the best first."""
 
 COMPILERS = ("g++", "clang++", "c++")
+HEADER_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,22 @@ def package_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def cuda_headers() -> Path:
+    """The directory of NVIDIA's CUDA headers, from their wheel. `ToolchainError` names the remedy without one."""
+    for name in HEADER_PACKAGES:
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:
+            continue
+        for file in package.files or ():
+            if file.name == "cuda_fp16.h":
+                return Path(str(package.locate_file(file))).parent
+    raise ToolchainError(
+        f"NVIDIA's CUDA headers are not installed: none of {', '.join(HEADER_PACKAGES)} holds cuda_fp16.h; "
+        f"pip install {HEADER_PACKAGES[0]}"
+    )
 
 
 def cpu_model() -> str:

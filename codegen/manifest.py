@@ -44,7 +44,7 @@ def kernel_record(
         "arch": plan.arch,
         "id_dtype": plan.id_dtype,
         "collection": plan.spec.name,
-        "symbol": plan.uri,
+        "symbol": plan.symbol,
         "source": source_name,
         "source_sha256": sha256_of(source.encode()),
         "binary": binary_name,

@@ -84,6 +84,7 @@ Params = CpuParams | CudaParams | ReferenceParams
 PARAMS: dict[str, type[CpuParams] | type[CudaParams] | type[ReferenceParams]] = {
     "cpu": CpuParams,
     "cuda": CudaParams,
+    "simt": CudaParams,
     "reference": ReferenceParams,
 }
 

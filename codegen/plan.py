@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ OPS = ("forward",)
 
 @dataclass(frozen=True)
 class Plan:
-    """One kernel to be generated. `arch` is `sm_90` for cuda, an instruction set such as `avx512` for cpu."""
+    """One kernel to be generated. `arch` is `sm_90` for cuda and simt, an instruction set such as `avx512` for cpu."""
 
     op: str
     target: str
@@ -73,6 +73,11 @@ class Plan:
         shape = f"{len(self.spec.tables)}t_{len(self.spec.features)}f"
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:10]
         return f"{self.op}_{self.target}_{self.arch}_{name}_{shape}_{self.id_dtype}_{digest}"
+
+    @property
+    def symbol(self) -> str:
+        """What the kernel is called in its binary: its URI, or on simt that of the cuda plan whose text it runs."""
+        return replace(self, target="cuda").uri if self.target == "simt" else self.uri
 
     @classmethod
     def from_text(cls, text: str) -> Plan:

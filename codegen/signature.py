@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Target = str
-ALL_TARGETS: tuple[Target, ...] = ("cpu", "cuda")
+GPU_TARGETS: tuple[Target, ...] = ("cuda", "simt")
+"""simt runs the text of cuda, so it takes what cuda takes."""
+ALL_TARGETS: tuple[Target, ...] = ("cpu", *GPU_TARGETS)
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ FORWARD: tuple[Argument, ...] = (
     Argument("sequence", "out_t*", "rows of the 'none' features, one feature after the other"),
     Argument("batch", "int64_t", "samples"),
     Argument("num_values", "int64_t", "ids in values"),
-    Argument("sequence_size", "int64_t", "elements that sequence has room for", ("cuda",)),
-    Argument("status", "int64_t*", "the first mistake of each kind, see STATUS_WORDS", ("cuda",)),
-    Argument("scratch", "float*", "partial sums of long bags, see codegen/targets/cuda_launch.py", ("cuda",)),
-    Argument("queue", "int64_t*", "counters and records of long bags, see codegen/targets/cuda_launch.py", ("cuda",)),
+    Argument("sequence_size", "int64_t", "elements that sequence has room for", GPU_TARGETS),
+    Argument("status", "int64_t*", "the first mistake of each kind, see STATUS_WORDS", GPU_TARGETS),
+    Argument("scratch", "float*", "partial sums of long bags, see codegen/targets/cuda_launch.py", GPU_TARGETS),
+    Argument("queue", "int64_t*", "counters and records of long bags, see codegen/targets/cuda_launch.py", GPU_TARGETS),
     Argument("parallel_for", "parallel_for_t", "torch's thread pool, or null: run serially", ("cpu",)),
     Argument("threads", "int64_t", "threads to split the work over", ("cpu",)),
 )

@@ -34,6 +34,10 @@ def target_named(name: str) -> Target:
         from embforge.codegen.targets.cpu import CPU
 
         return CPU
+    if name == "simt":
+        from embforge.codegen.targets.simt import SIMT
+
+        return SIMT
     from embforge.codegen.targets.cuda import CUDA
 
     return CUDA

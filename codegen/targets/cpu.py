@@ -110,10 +110,11 @@ def fingerprint(plan: Plan) -> dict[str, str]:
     return {"compiler": compiler.version, "flags": " ".join([*compiler.command[1:], *FLAGS, *isa_of(plan).flags])}
 
 
-def numbered_log(log: str, source: str, context: int = 2) -> str:
-    """The compiler's log, followed by the lines of the source that it names, numbered."""
+def numbered_log(log: str, source: str, file: str = "", context: int = 2) -> str:
+    """The compiler's log, followed by the lines of the source (`file`, if the log names others too), numbered."""
     lines = source.splitlines()
-    named = sorted({int(n) for n in re.findall(r"[:(](\d+)[:)]", log) if 0 < int(n) <= len(lines)})
+    found = re.findall(re.escape(file) + r"[:(](\d+)[:)]", log)
+    named = sorted({int(n) for n in found if 0 < int(n) <= len(lines)})
     shown = sorted({k for n in named for k in range(max(1, n - context), min(len(lines), n + context) + 1)})
     excerpt = "\n".join(f"{'>' if k in named else ' '} {k:5d} | {lines[k - 1]}" for k in shown)
     return f"{log.rstrip()}\n\n{excerpt}"

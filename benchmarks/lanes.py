@@ -1,0 +1,216 @@
+"""What the lanes of a GPU would do: `python -m benchmarks.lanes`, counted by the SIMT executor, no GPU involved.
+
+embforge's kernels beside the mapping "one warp a bag, sized by the widest table", on the same batches. Two figures have
+a limit (`LIMITS`); the command fails if one is missed. `--write` puts the tables into docs/emulated_gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.warp_per_bag import count_warp_per_bag
+from embforge.cases import draw_tables
+from embforge.codegen.cli.common import load_spec
+from embforge.codegen.params import CudaParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.targets.arch import DEFAULT_ARCH
+from embforge.counters import SECTOR, WARP, KernelCounters, Traffic, total
+from embforge.counting import count_lookup
+from embforge.inputs import Batch
+from embforge.probes import shrunk
+from embforge.tuner.workload import make_batch, parse
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "emulated_gpu.md"
+MARKS = ("<!-- lanes: written by make lanes -->\n", "<!-- end of lanes -->\n")
+
+SPECS = ("dlrm", "mixed")
+WORKLOADS = ("uniform,len=geo:20,batch=256", "uniform,len=geo:20,batch=2048")
+ROWS = 20_000
+"""Rows of a table, at most: enough that lanes of a warp seldom ask for the same row."""
+LIMITS = {"active lanes": 0.75, "load efficiency": 0.95}
+"""Least share of a warp's lanes that row loads use; least useful share of sectors, for rows that are whole sectors."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One mapping's figures for one batch."""
+
+    mapping: str
+    rows: Traffic
+    """Row loads of all tables."""
+    whole: Traffic
+    """Of those whose rows are a multiple of a sector."""
+    by_table: dict[str, Traffic]
+    ids_per_output: float
+    """Sectors of ids loaded for each bag, or row of pooling 'none'."""
+    offsets_per_output: float
+
+    @property
+    def active(self) -> float:
+        return (self.rows.active_lanes or 0.0) / WARP
+
+    @property
+    def efficiency(self) -> float:
+        return self.whole.efficiency or 0.0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One batch of a spec."""
+
+    plan: Plan
+    workload: str
+    tables: tuple[Tensor, ...]
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both mappings on one batch."""
+
+    drawn: Drawn
+    ours: Figures
+    warp_per_bag: Figures
+
+
+def draw(name: str, workload: str, arch: str = DEFAULT_ARCH, seed: int = 0) -> Drawn:
+    """A batch of an example spec, with tables small enough to fill."""
+    spec = load_spec(name)
+    small = shrunk(spec, ROWS)
+    made = make_batch(small, parse(workload), seed)
+    weights = None if made.weights is None else torch.from_numpy(made.weights)
+    batch = Batch(torch.from_numpy(made.values), torch.from_numpy(made.offsets), weights, made.size, None)
+    plan = Plan("forward", "simt", arch, "int64", spec, CudaParams())
+    return Drawn(plan, workload, draw_tables(small, seed), batch)
+
+
+def count_ours(drawn: Drawn) -> Figures:
+    """embforge's kernels."""
+    everything = count_lookup(drawn.plan, drawn.tables, drawn.batch)[-1]
+    return _figures("embforge", drawn.plan, everything.counters, everything.outputs)
+
+
+def count_other(drawn: Drawn) -> Figures:
+    """One warp a bag."""
+    return _figures("one warp a bag", drawn.plan, *count_warp_per_bag(drawn.plan, drawn.tables, drawn.batch))
+
+
+def _figures(mapping: str, plan: Plan, counters: KernelCounters, outputs: int) -> Figures:
+    return Figures(
+        mapping,
+        counters.loaded("rows"),
+        counters.rows_of(t.table.name for t in plan.layout.tables if t.row_bytes % SECTOR == 0),
+        {t.name: counters.rows_of([t.name]) for t in plan.spec.tables},
+        counters.loaded("ids").sectors / outputs,
+        counters.loaded("offsets").sectors / outputs,
+    )
+
+
+def misses(drawn: Drawn, figures: Figures) -> list[str]:
+    """The limits that are missed, in words."""
+    found = {"active lanes": figures.active, "load efficiency": figures.efficiency}
+    name = f"{drawn.plan.spec.name}, {drawn.workload}"
+    return [
+        f"{name}: {what} {found[what]:.1%}, wanted {least:.0%}" for what, least in LIMITS.items() if found[what] < least
+    ]
+
+
+HEADINGS = (
+    "active lanes",
+    "load efficiency",
+    "of whole-sector rows",
+    "loads without a lane",
+    "id sectors /output",
+    "offset sectors /output",
+)
+
+
+def summary(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """A line a mapping."""
+    for f in (comparison.ours, comparison.warp_per_bag):
+        idle = f.rows.idle / (f.rows.idle + f.rows.instructions)
+        yield (
+            comparison.drawn.plan.spec.name or "",
+            comparison.drawn.workload,
+            f.mapping,
+            f"{f.active:.1%}",
+            f"{f.rows.efficiency or 0:.1%}",
+            f"{f.efficiency:.1%}",
+            f"{idle:.1%}",
+            f"{f.ids_per_output:.2f}",
+            f"{f.offsets_per_output:.2f}",
+        )
+
+
+def by_row_size(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """A line for each size of row: where lanes idle."""
+    sizes = sorted({(t.row_bytes, t.table.embedding_dim, t.table.dtype) for t in comparison.drawn.plan.layout.tables})
+    for size, dim, dtype in sizes:
+        names = [t.name for t in comparison.drawn.plan.spec.tables if (t.embedding_dim, t.dtype) == (dim, dtype)]
+        ours, theirs = (total(f.by_table[n] for n in names) for f in (comparison.ours, comparison.warp_per_bag))
+        if ours.instructions:
+            yield (
+                comparison.drawn.plan.spec.name or "",
+                f"{dim} {dtype}",
+                f"{size}",
+                f"{ours.lanes:,}",
+                f"{(ours.active_lanes or 0) / WARP:.1%}",
+                f"{ours.efficiency or 0:.1%}",
+                f"{(theirs.active_lanes or 0) / WARP:.1%}",
+                f"{theirs.efficiency or 0:.1%}",
+            )
+
+
+ROW_HEADINGS = ("lane loads", "active lanes", "efficiency", "one warp a bag: lanes", "efficiency")
+
+
+def main() -> None:
+    """Prints the tables; exits with 1 if a limit is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lanes", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="rewrite the tables in docs/emulated_gpu.md")
+    arguments = parser.parse_args()
+    batches = [draw(name, workload) for name in SPECS for workload in WORKLOADS]
+    comparisons = [Comparison(drawn, count_ours(drawn), count_other(drawn)) for drawn in batches]
+    parts = [
+        (("spec", "workload", "mapping", *HEADINGS), [line for c in comparisons for line in summary(c)]),
+        (
+            ("spec", "rows", "bytes", *ROW_HEADINGS),
+            [line for c in comparisons if c.drawn.workload == WORKLOADS[-1] for line in by_row_size(c)],
+        ),
+    ]
+    for headings, lines in parts:
+        table = Table(*headings)
+        for line in lines:
+            table.add_row(*line)
+        Console().print(table)
+    if arguments.write:
+        PAGE.write_text(_with_results(PAGE.read_text("utf-8"), "\n".join(_markdown(*part) for part in parts)), "utf-8")
+    missed = [miss for c in comparisons for miss in misses(c.drawn, c.ours)]
+    for miss in missed:
+        print("missed:", miss)
+    sys.exit(bool(missed))
+
+
+def _markdown(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    rule = ["---" if i < 3 else "--:" for i in range(len(headings))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rule, *lines))
+
+
+def _with_results(page: str, results: str) -> str:
+    before, rest = page.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    return f"{before}{MARKS[0]}\n{results}\n{MARKS[1]}{after}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The mapping "one warp a bag, sized by the widest table", run and counted by the SIMT executor."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.layout import largest_power_of_two
+from embforge.codegen.plan import Plan
+from embforge.codegen.render import render
+from embforge.codegen.targets.simt import compile_image
+from embforge.counters import WARP, KernelCounters
+from embforge.inputs import Batch
+from embforge.launch.simt import kernel_counters, table_region
+from embforge.launch.simt_abi import DONE, Image, Region
+
+KERNEL = "warp_per_bag"
+BLOCK = 256
+LOADS = (16, 8, 4, 2, 1)
+"""Bytes of the loads that rows can be aligned for."""
+
+
+def warp_per_bag_text() -> str:
+    """The kernel's CUDA text, behind the primitives that embforge's own kernels use."""
+    primitives = render(
+        "cuda/primitives.cu.j2",
+        {"load_hint": "", "load_bytes": LOADS, "table_dtypes": (), "output_dtype": "fp32", "has_pooled": False},
+    )
+    return primitives + "\n" + (Path(__file__).parent / "warp_per_bag.cu").read_text("utf-8")
+
+
+def count_warp_per_bag(plan: Plan, tables: Sequence[Tensor], batch: Batch) -> tuple[KernelCounters, int]:
+    """The kernel's counters for a batch, and how many bags it made."""
+    placed = plan.layout.tables
+    vectors = [largest_power_of_two(t.stride_bytes, LOADS[0]) for t in placed]
+    facts = torch.tensor(
+        [
+            (tables[i].data_ptr(), placed[i].row_bytes, placed[i].stride_bytes, vectors[i])
+            for i in (f.table_index for f in plan.layout.features)
+        ],
+        dtype=torch.int64,
+    )
+    bags = len(plan.layout.features) * batch.batch
+    widest = max(math.ceil(t.row_bytes / vector) for t, vector in zip(placed, vectors, strict=True))
+    out = torch.empty(bags, dtype=torch.int32)
+    given = {"metadata": facts, "values": batch.values, "offsets": batch.offsets, "pooled": out}
+    regions = [
+        *(table_region(t.table.name, rows) for t, rows in zip(placed, tables, strict=True)),
+        *(Region(name, t.data_ptr(), t.nbytes, writable=name == "pooled") for name, t in given.items()),
+    ]
+    numbers = (batch.batch, bags, math.ceil(widest / WARP))
+    arguments = [ctypes.c_int64(word) for word in (*(t.data_ptr() for t in given.values()), *numbers)]
+    with tempfile.TemporaryDirectory(prefix="embforge-") as scratch:
+        path = Path(scratch) / "image.so"
+        path.write_bytes(compile_image(warp_per_bag_text(), f"{KERNEL}.cu"))
+        image = Image(path)
+    grid = math.ceil(bags * WARP / BLOCK)
+    status, report, counted = image.launch(KERNEL, (grid, 1, 1), (BLOCK, 1, 1), arguments, regions, count=True)
+    if status != DONE or counted is None:
+        raise AssertionError(report.message.decode())
+    return kernel_counters(KERNEL, regions, counted), bags

@@ -1,0 +1,106 @@
+"""CUDA text -> C++ source of a SIMT image: the same lines under the same names, but for what only a GPU understands.
+
+Any CUDA text will do, generated or written by hand. Every line but those of the primitives section keeps its file name
+and number, so that what the executor and a compiler say about a place is true of the text that NVRTC compiles.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+PRIMITIVES = ("// ==== primitives", "// ==== end of primitives")
+"""The lines that enclose what the executor replaces by its own `primitives.h`, if the text has such a section."""
+MOST_THREADS = "1024"
+"""A block of a kernel without launch bounds."""
+
+_NOT_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.DOTALL)
+_STEP = re.compile(
+    r"namespace\s+(?P<namespace>[\w:]+)\s*\{|(?P<open>\{)|(?P<close>\})|(?P<template>template\s*<)|__global__"
+)
+_KERNEL = re.compile(
+    r"[\w\s*]*?(?:__launch_bounds__\s*(?P<bounds>\((?:[^()]|\([^()]*\))*\))[\w\s*]*?)?\b(?P<name>\w+)\s*\("
+)
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """A `__global__` function in a text."""
+
+    name: str
+    namespace: str
+    """`embforge`, `a::b` or empty."""
+    max_threads: str
+    """The first of its launch bounds, a C++ expression that means something in its namespace."""
+
+    @property
+    def qualified(self) -> str:
+        return f"{self.namespace}::{self.name}"
+
+
+def kernels_in(text: str) -> tuple[KernelText, ...]:
+    """The kernels that a text defines, in its order. Templates are none: nothing can launch them by name."""
+    code = _NOT_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    scopes: list[str | None] = []
+    found: dict[str, KernelText] = {}
+    is_template = False
+    for step in _STEP.finditer(code):
+        if step["namespace"]:
+            scopes.append(step["namespace"])
+        elif step["open"]:
+            scopes.append(None)
+        elif step["close"]:
+            del scopes[-1:]
+        elif not step["template"]:
+            kernel = _KERNEL.match(code, step.end())
+            if kernel and not is_template:
+                namespace = "::".join(scope for scope in scopes if scope)
+                bounds = kernel["bounds"]
+                threads = _first_argument(bounds[1:-1]) if bounds else MOST_THREADS
+                found[kernel["name"]] = KernelText(kernel["name"], namespace, threads)
+        is_template = bool(step["template"])
+    return tuple(found.values())
+
+
+def image_source(text: str, name: str, arch: str) -> str:
+    """The image's C++ source. `name` is the file that its lines are said to come from, e.g. `<uri>.cu`."""
+    lines, begin, end = text.split("\n"), *_primitives(text)
+    body = [f'#line 1 "{name}"', *lines[:begin]]
+    if end > begin:
+        body += ['#include "primitives.h"', f'#line {end + 1} "{name}"', *lines[end:]]
+    kernels = kernels_in(text)
+    bounds = [
+        _in_namespace(k, f"constexpr unsigned simt_threads_{i} = {k.max_threads};") for i, k in enumerate(kernels)
+    ]
+    registered = [
+        f"SIMT_KERNEL({k.qualified}, {k.name}, {k.namespace}::simt_threads_{i});" for i, k in enumerate(kernels)
+    ]
+    about = ['#line 1 "about the image"', f'extern "C" const char simt_image_arch[] = "{arch}";', *bounds, *registered]
+    return "\n".join(['#include "cuda.h"', *body, *about, ""])
+
+
+def device_code(text: str) -> str:
+    """The text without its head comment and its primitives: what the executor runs, whatever they say."""
+    begin, end = _primitives(text)
+    lines = text.split("\n")
+    return "\n".join(lines[end:] if end > begin else lines)
+
+
+def _primitives(text: str) -> tuple[int, int]:
+    """The section's first line and the line behind it, counted from 0; all lines and none if there is no section."""
+    lines = text.split("\n")
+    begin, end = (next((i for i, line in enumerate(lines) if line.startswith(m)), len(lines)) for m in PRIMITIVES)
+    return (begin, end + 1) if end < len(lines) else (len(lines), len(lines))
+
+
+def _in_namespace(kernel: KernelText, statement: str) -> str:
+    return f"namespace {kernel.namespace} {{ {statement} }}" if kernel.namespace else statement
+
+
+def _first_argument(arguments: str) -> str:
+    depth = 0
+    for place, letter in enumerate(arguments):
+        depth += (letter in "(<[{") - (letter in ")>]}")
+        if letter == "," and depth == 0:
+            return arguments[:place].strip()
+    return arguments.strip()

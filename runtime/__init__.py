@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from embforge.codegen.errors import CacheError as CacheError
     from embforge.codegen.errors import CompileError as CompileError
     from embforge.codegen.errors import EmbforgeError as EmbforgeError
+    from embforge.codegen.errors import KernelBugError as KernelBugError
     from embforge.codegen.errors import MissingKernelError as MissingKernelError
     from embforge.codegen.errors import PlanError as PlanError
     from embforge.codegen.errors import SpecError as SpecError
@@ -37,6 +38,7 @@ _HOME = {
     "EmbforgeError": "embforge.codegen.errors",
     "FeatureSpec": "embforge.codegen.spec",
     "Jagged": "embforge.jagged",
+    "KernelBugError": "embforge.codegen.errors",
     "MissingKernelError": "embforge.codegen.errors",
     "PlanError": "embforge.codegen.errors",
     "SpecError": "embforge.codegen.errors",

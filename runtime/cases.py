@@ -24,8 +24,11 @@ LONG = 5000
 """A bag of more than 64 chunks, so that the canonical sum has three levels."""
 VERY_LONG = 300_000
 """More than 64 * 64 chunks: four levels."""
-VERY_LONG_WORK = 64 << 20
-"""Bytes of float32 rows up to which a feature gets a very long bag."""
+SPLIT = 300
+"""A bag that a CUDA plan may split over blocks already."""
+LONGEST = {"split": (LONG, 2 << 20, SPLIT), "deep": (LONG, math.inf, LONG), "long": (VERY_LONG, 64 << 20, LONG)}
+"""One bag of each pooled feature has this many ids if it is the first of its kind and its rows are, as float32, at most
+so many bytes; else the last number."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Case:
     """How to draw one batch."""
 
     batch: int
-    lengths: Literal["usual", "one", "none", "edges", "deep", "long"] = "usual"
+    lengths: Literal["usual", "one", "none", "edges", "split", "deep", "long"] = "usual"
     ids: Literal["uniform", "zipf", "same"] = "uniform"
     id_dtype: Literal["int32", "int64"] = "int64"
     weights: Literal["absent", "normal", "special"] = "normal"
@@ -62,10 +65,10 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.
         table = spec.table(feature.table)
         of_feature = _lengths(feature, table, case, generator)
         kind = (feature.pooling, feature.weighted, table.dtype)
-        if case.lengths in ("deep", "long") and case.batch and feature.pooling not in ("none", "concat"):
-            fits = VERY_LONG * table.embedding_dim * 4 <= VERY_LONG_WORK
-            first = case.lengths == "long" and kind not in kinds and fits
-            of_feature[_below(case.batch, 1, generator)] = VERY_LONG if first else LONG
+        if case.lengths in LONGEST and case.batch and feature.pooling not in ("none", "concat"):
+            longest, most_bytes, otherwise = LONGEST[case.lengths]
+            fits = kind not in kinds and longest * table.embedding_dim * 4 <= most_bytes
+            of_feature[_below(case.batch, 1, generator)] = longest if fits else otherwise
             kinds.add(kind)
         lengths.append(of_feature)
         ids.append(_ids(feature, table, case, int(of_feature.sum()), generator))

@@ -15,14 +15,19 @@ from embforge.codegen.machine import host_isa
 from embforge.codegen.params import PARAMS, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.arch import nearest_arch
+from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
 from embforge.launch.kernels import Kernel, Program, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of
 from embforge.storage.static import StaticTable
 
-BackendName = Literal["cuda", "cpu", "reference"]
-DEVICES_OF: dict[str, tuple[str, ...]] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": ("cpu", "cuda")}
+BackendName = Literal["cuda", "cpu", "simt", "reference"]
+DEVICES_OF: dict[str, tuple[str, ...]] = {
+    "cuda": ("cuda",),
+    "cpu": ("cpu",),
+    "simt": ("cpu",),
+    "reference": ("cpu", "cuda"),
+}
 """Which device types a backend works on."""
 
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
@@ -67,9 +72,10 @@ class _Tables(nn.Module):
 class EmbeddingCollection(nn.Module):
     """All lookups of a spec in one fused kernel call.
 
-    `backend`: "cuda", "cpu" or "reference"; None picks by device. `bounds_check`: "error" raises IndexError for
-    an id outside its table, "zero" takes such ids as absent, "unchecked" trusts them. `kernels`: a directory that
-    `embforge gen` wrote, looked in before the cache. `params`: plan fields to use instead of the default.
+    `backend`: "cuda", "cpu", "simt" (the CUDA kernels executed on the CPU, slowly, every access checked) or
+    "reference"; None picks by device. `bounds_check`: "error" raises IndexError for an id outside its table, "zero"
+    takes such ids as absent, "unchecked" trusts them. `kernels`: a directory that `embforge gen` wrote, looked in
+    before the cache. `params`: plan fields to use instead of the default.
     """
 
     def __init__(
@@ -214,14 +220,10 @@ class EmbeddingCollection(nn.Module):
         return result
 
     def _program_texts(self) -> dict[torch.dtype, str]:
-        """Made ahead of calls, because torch.compile could not trace how. A GPU's arch is not known on meta."""
-        if self.backend == "cuda" and self.device.type == "meta":
-            return {}
+        """Made ahead of calls, because torch.compile could not trace how."""
         return {dtype: Program(self.plan(name), self.kernels).text for dtype, name in ID_DTYPES.items()}
 
     def _program(self, batch: Batch) -> str:
-        if not self._programs:
-            self._programs = self._program_texts()
         return self._programs[batch.values.dtype]
 
     def _sequence_rows(self, batch: Batch) -> tuple[int, ...]:
@@ -307,9 +309,11 @@ def _params(given: Params | None, backend: str) -> Params:
 
 
 def arch_of(backend: str, device: torch.device) -> str:
-    """What the backend generates code for on that device."""
+    """What the backend generates code for on that device; on meta, where nothing runs, for any."""
     if backend == "cpu":
         return host_isa()
     if backend == "reference":
         return "torch"
+    if backend == "simt" or device.type == "meta":
+        return DEFAULT_ARCH
     return nearest_arch(*torch.cuda.get_device_capability(device))

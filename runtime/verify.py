@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from embforge.against_torch import differences_from_torch
-from embforge.cases import Case, Drawn, draw_batch, draw_tables
-from embforge.codegen.build import build_many
+from embforge.codegen.build import build_many, source_of
 from embforge.codegen.dtypes import ID_DTYPES
-from embforge.codegen.errors import ToolchainError
-from embforge.codegen.layout import CollectionLayout, layout_of
-from embforge.codegen.params import PARAMS, Params
+from embforge.codegen.errors import KernelBugError, ToolchainError
+from embforge.codegen.params import PARAMS, CudaParams, Params
 from embforge.codegen.plan import Plan
-from embforge.codegen.spec import CollectionSpec, TableSpec
+from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.targets.simt_image import device_code
 from embforge.collection import arch_of
-from embforge.inputs import Batch
-from embforge.launch import reference
 from embforge.launch.kernels import Kernel, Program, kernel_of
-from embforge.launch.metadata import metadata_of
-from embforge.ops import sequence_elements
+from embforge.launch.simt import SimtForward, SimtOptions
 from embforge.pairwise import covering
+from embforge.places import pooled_place, sequence_place
+from embforge.probes import Probe, Progress, Result, call_of, few_probes_of, probes_of, run, whole
 
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how many steps of it are done, and of how many."""
-Result = tuple[Tensor, Tensor]
-"""Pooled `[B, output_width]`, and the flat sequence."""
-
-SMALL_ROWS = 1000
-"""Rows of the tables that hold special numbers. A kernel learns a table's size when it is called."""
+SCHEDULES = 3
+"""Seeds that the default plan is run with on simt. Every other plan has one, each another one."""
+DEFAULT_PARAMS = (CudaParams(),)
+MANY_PLANS = 1000
+"""Between the seeds of a default plan's schedules: more than there are plans."""
 
 
 @dataclass(frozen=True)
@@ -46,64 +45,77 @@ class VerifyRow:
     """Largest difference seen; 0 where bits are compared and all are equal."""
     passed: bool
     detail: str = ""
-    """Of the first failure: plan, threads, feature, place, what was expected and what came."""
+    """Of the first failure: plan, threads or schedule, feature, place, what was expected and what came."""
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A batch, the tables it is looked up in, and what the reference makes of it."""
+class VerifyReport:
+    """What was checked, and how it went."""
 
-    case: Case
-    special: bool
-    drawn: Drawn
-    tables: tuple[Tensor, ...]
-    expected: Result
+    on: str
+    arch: str
+    plans: int
+    """Plans that ran."""
+    left_out: int
+    """Plans of the covering set whose text is that of another but for what the backend replaces."""
+    rows: tuple[VerifyRow, ...]
 
-    def __str__(self) -> str:
-        return str(self.case) + (", special numbers" if self.special else "")
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
 
-    def fits(self, id_dtype: str) -> bool:
-        """Whether its ids can be said in that dtype: bad int64 ids need int64."""
-        return id_dtype == "int64" or self.case.id_dtype == "int32" or not self.case.bad_ids
+
+def _tell_nobody(what: str, done: int, total: int) -> None:
+    """For those who do not watch."""
+
+
+class Way(NamedTuple):
+    """One of the ways to run a kernel, none of which may change a bit."""
+
+    label: str
+    run: Callable[[Kernel, Probe], Result]
 
 
 def verify(
     spec: CollectionSpec,
     *,
     on: str = "cpu",
+    arch: str | None = None,
     params: Sequence[Params] | None = None,
     batch_sizes: Sequence[int] = (1, 37, 256),
     seed: int = 0,
     threads: Sequence[int] = (1, 2),
     progress: Progress | None = None,
-) -> list[VerifyRow]:
+) -> VerifyReport:
     """Runs backend `on` over batches that look for trouble, with every thread count, and compares.
 
-    `params`: the plan fields to run, with both id dtypes; None runs the default and a set in which any two choices
-    of any two fields meet. A difference is a row that did not pass. Raises only if a kernel cannot be built, and
-    `ToolchainError` if `on` is "cuda" and there is none.
+    `arch`: what to generate for, if not for this machine. `params`: the plan fields to run, with both id dtypes; None
+    runs the default and a set in which any two choices of any two fields meet. On simt, schedules stand in for threads
+    and batches are small, whatever `batch_sizes` and `threads` say. A difference, or what the SIMT executor finds, is a
+    row that did not pass. Raises only if a kernel cannot be built, and `ToolchainError` if `on` is "cuda" and there is
+    none.
     """
     if on == "cuda" and not torch.cuda.is_available():
         raise ToolchainError(
-            "verify --on cuda needs a CUDA device and a torch built for it; none is here; use --on cpu, "
-            "or `embforge gen` to compile for GPUs without one"
+            "verify --on cuda needs a CUDA device and a torch built for it; none is here; use --on simt to execute the "
+            "CUDA kernels on the CPU, --on cpu, or `embforge gen` to compile for GPUs without one"
         )
-    tell = progress or (lambda what, done, total: None)
+    tell = progress or _tell_nobody
     device = torch.device("cuda" if on == "cuda" else "cpu")
-    plans = plans_to_verify(spec, on, arch_of(on, device), params)
+    arch = arch or arch_of(on, device)
+    wanted = plans_to_verify(spec, on, arch, params)
+    plans = distinct(wanted) if on == "simt" else wanted
     build_all(plans, tell)
-    probes = draw_probes(spec, batch_sizes, seed, device, tell)
-    tallies = [_Tally(layout_of(spec), probe) for probe in probes]
-    for done, plan in enumerate(plans):
-        tell("running kernels", done, len(plans))
-        kernel = kernel_of(Program(plan).text)
-        for tally in tallies:
-            if tally.probe.fits(plan.id_dtype):
-                for count in threads:
-                    with torch_threads(count):
-                        tally.add(plan, count, run(kernel, tally.probe))
-    tell("running kernels", len(plans), len(plans))
-    return [tally.row() for tally in tallies] + _torch_rows(kernel_of(Program(plans[0]).text), probes)
+    if on == "simt":
+        tallies = check_on_simt(
+            plans, few_probes_of(spec, seed, tell), seed, params, workers=os.cpu_count() or 1, tell=tell
+        )
+    else:
+        probes = probes_of(spec, batch_sizes, seed, device, tell)
+        ways = [_with_threads(count) for count in threads]
+        tallies = check_plans([Trial(plan, probes, ways) for plan in plans], tell=tell)
+    rows = [*(tally.row() for tally in tallies), *_torch_rows(spec, tallies)]
+    return VerifyReport(on, arch, len(plans), len(wanted) - len(plans), tuple(rows))
 
 
 def plans_to_verify(spec: CollectionSpec, target: str, arch: str, params: Sequence[Params] | None) -> list[Plan]:
@@ -117,6 +129,14 @@ def plans_to_verify(spec: CollectionSpec, target: str, arch: str, params: Sequen
             id_dtype = row.pop("id_dtype")
             chosen.append((id_dtype, kind(**row)))
     return [Plan("forward", target, arch, id_dtype, spec, p) for id_dtype, p in dict.fromkeys(chosen)]
+
+
+def distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans that differ in the code that simt runs; of several with the same code, the first."""
+    first: dict[str, Plan] = {}
+    for plan in plans:
+        first.setdefault(device_code(source_of(plan)).replace(plan.symbol, ""), plan)
+    return [*first.values()]
 
 
 def build_all(plans: Sequence[Plan], tell: Progress) -> None:
@@ -134,59 +154,79 @@ def build_all(plans: Sequence[Plan], tell: Progress) -> None:
     build_many(plans, progress=count)
 
 
-def draw_probes(
-    spec: CollectionSpec, batch_sizes: Sequence[int], seed: int, device: torch.device, tell: Progress
-) -> list[Probe]:
-    """The batches of all cases, each with the reference's answer."""
-    largest = max(batch_sizes)
-    cases = [
-        Case(0, "none"),
-        Case(largest, "none"),
-        *(Case(size, ids="zipf" if index % 2 else "uniform") for index, size in enumerate(batch_sizes)),
-        Case(largest, "one", weights="absent"),
-        Case(min(largest, 48), "edges", weights="special"),
-        Case(min(largest, 8), "long"),
-        Case(min(largest, 64), ids="same"),
-        Case(largest, bad_ids=True, id_dtype="int32"),
-        Case(min(largest, 64), bad_ids=True),
-    ]
-    small = replace(spec, tables=tuple(_shrunk(spec, table) for table in spec.tables))
-    on_special = [
-        Case(min(largest, 64)),
-        Case(min(largest, 16), "edges", weights="special", bad_ids=True, id_dtype="int32"),
-    ]
-    probes: list[Probe] = []
-    for part, special, wanted in ((spec, False, cases), (small, True, on_special)):
-        tell("drawing tables", int(special), 2)
-        tables = draw_tables(part, seed, special, device)
-        for case in wanted:
-            tell("asking the reference", len(probes), len(cases) + len(on_special))
-            drawn = draw_batch(part, case, seed + len(probes), device)
-            expected = reference.lookup(part, *drawn, tables, bounds_check="zero" if case.bad_ids else "error")
-            probes.append(Probe(case, special, drawn, tables, expected))
-    return probes
+class Trial(NamedTuple):
+    """A plan, the probes that are put to its kernel, and the ways in which it is run."""
+
+    plan: Plan
+    probes: Sequence[Probe]
+    ways: Sequence[Way]
 
 
-def run(kernel: Kernel, probe: Probe) -> Result:
-    """The kernel's answer to a probe."""
-    plan, dtype = kernel.plan, getattr(torch, kernel.plan.id_dtype)
-    values, offsets, weights = probe.drawn
-    batch = Batch(values.to(dtype), offsets.to(dtype), weights, probe.case.batch, None)
-    bounds_check = "zero" if probe.case.bad_ids else "error"
-    elements = sequence_elements(plan.layout, _sequence_rows(plan.layout, batch))
-    pooled, sequence = kernel(metadata_of(probe.tables, bounds_check), probe.tables, batch, elements, bounds_check)
-    return pooled, pooled.new_empty(0) if sequence is None else sequence
+def check_on_simt(
+    plans: Sequence[Plan],
+    probes: Sequence[Probe],
+    seed: int,
+    params: Sequence[Params] | None = None,
+    *,
+    workers: int = 1,
+    tell: Progress = _tell_nobody,
+) -> list[Tally]:
+    """Plans with these params (the default ones) get all probes and several schedules; others few probes and one."""
+    trials, thorough = [], DEFAULT_PARAMS if params is None else params
+    for number, plan in enumerate(plans, start=seed * len(plans)):
+        if plan.params in thorough:
+            trials.append(Trial(plan, probes, [_with_seed(number + i * MANY_PLANS) for i in range(SCHEDULES)]))
+        else:
+            trials.append(Trial(plan, [probe for probe in probes if probe.for_all], [_with_seed(number)]))
+    return check_plans(trials, workers=workers, tell=tell)
 
 
-def _sequence_rows(layout: CollectionLayout, batch: Batch) -> list[int]:
-    borders = batch.offsets[:: batch.batch].tolist() if batch.batch else [0] * (len(layout.features) + 1)
-    return [borders[f.index + 1] - borders[f.index] for f in layout.sequence_features]
+def check_plans(trials: Sequence[Trial], *, workers: int = 1, tell: Progress = _tell_nobody) -> list[Tally]:
+    """Runs the trials, building kernels where that was not done yet, and counts how each probe went.
+
+    Several workers run plans at once, which only a backend without a thread pool of its own allows.
+    """
+    tallies = {id(probe): Tally(probe) for trial in trials for probe in trial.probes}
+
+    def ask(trial: Trial) -> list[tuple[Probe, Way, Answer]]:
+        kernel = kernel_of(Program(trial.plan).text)
+        asked = [probe for probe in trial.probes if probe.fits(trial.plan.id_dtype)]
+        return [(probe, way, _answer(kernel, probe, way)) for probe in asked for way in trial.ways]
+
+    tell("running kernels", 0, len(trials))
+    with ThreadPoolExecutor(workers) as pool:
+        # One worker is the caller's own thread: thread counts and a GPU's context belong to it.
+        for number, answers in enumerate(pool.map(ask, trials) if workers > 1 else map(ask, trials)):
+            for probe, way, answer in answers:
+                tallies[id(probe)].add(trials[number].plan, way, answer)
+            tell("running kernels", number + 1, len(trials))
+    return [tally for tally in tallies.values() if tally.cases]
 
 
-def _shrunk(spec: CollectionSpec, table: TableSpec) -> TableSpec:
-    """The table with few rows, its features' padding ids among them."""
-    padding = [f.padding_idx for f in spec.features if f.table == table.name and f.padding_idx is not None]
-    return replace(table, num_embeddings=min(table.num_embeddings, max([SMALL_ROWS - 1, *padding]) + 1))
+Answer = Result | KernelBugError
+
+
+def _answer(kernel: Kernel, probe: Probe, way: Way) -> Answer:
+    try:
+        return way.run(kernel, probe)
+    except KernelBugError as bug:
+        return bug
+
+
+def _with_seed(seed: int) -> Way:
+    def answer(kernel: Kernel, probe: Probe) -> Result:
+        assert isinstance(kernel, SimtForward)
+        return whole(*kernel.run(*call_of(kernel.plan, probe), SimtOptions(seed))[:2])
+
+    return Way(f"schedule {seed}", answer)
+
+
+def _with_threads(count: int) -> Way:
+    def answer(kernel: Kernel, probe: Probe) -> Result:
+        with torch_threads(count):
+            return run(kernel, probe)
+
+    return Way(f"{count} threads", answer)
 
 
 @contextmanager
@@ -200,34 +240,37 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Tally:
-    """Counts a probe's runs and keeps the first that differs."""
+class Tally:
+    """Counts a probe's runs, and keeps the first answer and the first that differs."""
 
-    def __init__(self, layout: CollectionLayout, probe: Probe) -> None:
-        self.layout = layout
+    def __init__(self, probe: Probe) -> None:
         self.probe = probe
+        self.first: Result | None = None
         self.cases = 0
         self.error = 0.0
         self.detail = ""
 
-    def add(self, plan: Plan, threads: int, got: Result) -> None:
+    def add(self, plan: Plan, way: Way, got: Answer) -> None:
         self.cases += 1
+        run_as = f"({plan.uri}, {plan.params}, {way.label})"
+        if isinstance(got, KernelBugError):
+            self.error = math.inf
+            self.detail = self.detail or f"{got}\n  {run_as}"
+            return
+        self.first = self.first or got
         for name, want, have in zip(("pooled", "sequence"), self.probe.expected, got, strict=True):
             place = first_difference(want, have)
             if place is None:
                 continue
             self.error = max(self.error, _largest_difference(want, have))
             if not self.detail:
-                where = self._where(name, place)
                 came = f"{want.flatten()[place].item()!r}, got {have.flatten()[place].item()!r}"
-                self.detail = f"{where}: expected {came} ({plan.uri}, {plan.params}, {threads} threads)"
+                self.detail = f"{self._where(plan, name, place)}: expected {came} {run_as}"
 
-    def _where(self, name: str, place: int) -> str:
-        if name == "sequence":
-            return f"number {place} of the sequence output"
-        sample, column = divmod(place, self.layout.output_width)
-        owner = next(f for f in self.layout.features if f.column is not None and column < f.column + f.width)
-        return f"feature {owner.feature.name!r}, sample {sample}, column {column - (owner.column or 0)}"
+    def _where(self, plan: Plan, name: str, place: int) -> str:
+        if name == "pooled":
+            return pooled_place(plan.layout, place)
+        return sequence_place(plan.layout, self.probe.drawn.offsets, self.probe.case.batch, place)
 
     def row(self) -> VerifyRow:
         return VerifyRow(f"reference bits: {self.probe}", self.cases, self.error, not self.detail, self.detail)
@@ -251,13 +294,16 @@ def _largest_difference(want: Tensor, have: Tensor) -> float:
     return float(apart.nan_to_num(nan=math.inf).max())
 
 
-def _torch_rows(kernel: Kernel, probes: Sequence[Probe]) -> list[VerifyRow]:
-    """Only what torch has: no absent ids, at least one sample; and no numbers that overflow."""
+def _torch_rows(spec: CollectionSpec, tallies: Sequence[Tally]) -> list[VerifyRow]:
+    """First answers beside torch's. Only what torch has: no absent ids, at least one sample; and nothing overflows."""
     rows: dict[str, VerifyRow] = {}
-    for probe in probes:
+    for tally in tallies:
+        probe = tally.probe
         if probe.case.bad_ids or probe.special or probe.case.weights == "special" or not probe.case.batch:
             continue
-        for found in differences_from_torch(kernel.plan.spec, probe.drawn, probe.tables, run(kernel, probe)):
+        if tally.first is None:
+            continue
+        for found in differences_from_torch(spec, probe.drawn, probe.tables, tally.first):
             row = rows.get(found.peer, VerifyRow(found.peer, 0, 0.0, True))
             detail = row.detail or ("" if found.within_rounding else f"feature {found.feature!r}: {probe}")
             rows[found.peer] = VerifyRow(

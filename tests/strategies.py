@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from embforge.cases import Case
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
-from embforge.codegen.params import CpuParams
+from embforge.codegen.params import CpuParams, CudaParams, Params, ReferenceParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 
 LENGTHS = ["usual", "one", "none", "edges"] * 3 + ["deep"]
@@ -19,7 +19,18 @@ CPU_PARAMS = (
     CpuParams(prefetch_bytes=0, tile_vectors=2, grain_bytes=16384),
     CpuParams(prefetch_bytes=1024, prefetch_level=1, tile_vectors=16, grain_bytes=262144),
 )
-"""Few, because each is a compilation; `verify` covers all pairs of choices."""
+CUDA_PARAMS = (
+    CudaParams(),
+    CudaParams(block=128, pipeline=(2, 5), vector_bytes=8, id_tile=512, bags_per_block=64, interleave=2, long_bag=256),
+    CudaParams(block=512, pipeline=(8, 2), id_tile=2048, bags_per_block=1024, interleave=16, long_bag=4096),
+)
+VARIANTS: dict[str, tuple[Params, ...]] = {
+    "reference": (ReferenceParams(),) * 3,
+    "cpu": CPU_PARAMS,
+    "simt": CUDA_PARAMS,
+    "cuda": CUDA_PARAMS,
+}
+"""Plan fields to run a backend with: few, because each is a compilation; `verify` covers all pairs of choices."""
 DIMS = st.one_of(st.integers(1, 40), st.sampled_from([64, 100, 128, 257, 1000]))
 
 

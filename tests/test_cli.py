@@ -17,7 +17,7 @@ from embforge.codegen.cli.main import main
 from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.spec import POOLINGS, json_schema
-from embforge.verify import VerifyRow
+from embforge.verify import VerifyReport, VerifyRow
 
 TINY = """
 [[table]]
@@ -174,7 +174,8 @@ def test_verify_passes_and_reports(tiny: str) -> None:
 
 def test_verify_that_fails_is_exit_code_1(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [VerifyRow("fine", 1, 0.0, True), VerifyRow("bits", 3, 0.5, False, "feature 'f', sample 2: 1.0 is not 1.5")]
-    monkeypatch.setattr("embforge.verify.verify", lambda *args, **kwargs: rows)
+    report = VerifyReport("cpu", "avx2", 2, 0, tuple(rows))
+    monkeypatch.setattr("embforge.verify.verify", lambda *args, **kwargs: report)
     result = run("verify", tiny, code=1)
     assert "FAILED" in result.stdout and "feature 'f', sample 2" in result.stdout
     assert run_json("verify", tiny, code=1)["passed"] is False
@@ -261,7 +262,7 @@ def test_params_are_read_as_written() -> None:
 def test_verify_without_a_gpu_is_exit_code_3(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = run("verify", tiny, "--on", "cuda", code=3)
-    assert result.stderr.count("\n") == 1 and "use --on cpu" in result.stderr
+    assert result.stderr.count("\n") == 1 and "use --on simt" in result.stderr
     assert run_json("verify", tiny, "--on", "cuda", code=3)["kind"] == "ToolchainError"
 
 

@@ -13,10 +13,12 @@ from embforge import verify as module
 from embforge.cases import Case, draw_batch, draw_tables
 from embforge.codegen.cli.common import load_spec
 from embforge.codegen.errors import ToolchainError
+from embforge.codegen.layout import layout_of
 from embforge.codegen.params import PARAMS, CpuParams, ReferenceParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch import reference
 from embforge.pairwise import covering
+from embforge.places import sequence_place
 from embforge.verify import first_difference, plans_to_verify, verify
 
 SPEC = CollectionSpec(
@@ -33,7 +35,9 @@ SPEC = CollectionSpec(
 
 def test_every_plan_field_on_the_cpu() -> None:
     """Bit-equal to the reference whatever two fields say, with one thread and two; and near torch."""
-    rows = verify(SPEC, on="cpu", batch_sizes=(1, 7, 48))
+    report = verify(SPEC, on="cpu", batch_sizes=(1, 7, 48))
+    rows = report.rows
+    assert report.passed and report.plans > 24 and report.left_out == 0
     assert [row for row in rows if not row.passed] == []
     bits = [row for row in rows if row.check.startswith("reference bits")]
     peers = {row.check for row in rows if row not in bits}
@@ -45,6 +49,17 @@ def test_every_plan_field_on_the_cpu() -> None:
         "torch.nn.EmbeddingBag max",
         "torch.nn.functional.embedding",
     }
+
+
+def test_a_wrong_row_of_a_sequence_is_named() -> None:
+    layout = layout_of(SPEC)
+    (none,) = layout.sequence_features
+    borders = torch.zeros(2 * len(SPEC.features) + 1, dtype=torch.int64)
+    borders[2 * none.index + 1] = 3
+    borders[2 * none.index + 2 :] = 4
+    assert sequence_place(layout, borders, 2, 3 * 24 + 5) == "feature 'none', sample 1, position 0, column 5"
+    assert sequence_place(layout, borders, 2, 2 * 24) == "feature 'none', sample 0, position 2, column 0"
+    assert "behind the last row" in sequence_place(layout, borders, 2, 4 * 24)
 
 
 class Lying(reference.ReferenceForward):
@@ -59,7 +74,7 @@ class Lying(reference.ReferenceForward):
 
 def test_a_wrong_number_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "kernel_of", lambda text: Lying(module.Program.from_text(text).plan))
-    rows = verify(SPEC, on="reference", params=[ReferenceParams()], batch_sizes=(1, 7), threads=(1,))
+    rows = verify(SPEC, on="reference", params=[ReferenceParams()], batch_sizes=(1, 7), threads=(1,)).rows
     failed = [row for row in rows if not row.passed]
     assert len(failed) > 3
     assert all(row.max_abs_error > 0 for row in failed)
@@ -95,7 +110,7 @@ def test_one_nan_is_as_good_as_another() -> None:
     assert first_difference(nans, nans.flip(0)) is None
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("target", ["cpu", "cuda", "simt"])
 def test_plans_cover_every_pair_of_choices(target: str) -> None:
     plans = plans_to_verify(SPEC, target, "any", None)
     kind = PARAMS[target]
@@ -137,7 +152,7 @@ def test_covering(choices: dict[str, Any]) -> None:
     assert covering(choices) == rows
 
 
-@pytest.mark.parametrize("lengths", ["usual", "one", "none", "edges", "deep", "long"])
+@pytest.mark.parametrize("lengths", ["usual", "one", "none", "edges", "split", "deep", "long"])
 @pytest.mark.parametrize("ids", ["uniform", "zipf", "same"])
 def test_cases_are_what_they_say_and_repeat(lengths: Any, ids: Any) -> None:
     case = Case(20, lengths, ids, "int32", bad_ids=False)
@@ -154,7 +169,9 @@ def test_cases_are_what_they_say_and_repeat(lengths: Any, ids: Any) -> None:
         if feature.pooling == "concat":
             assert int(borders.diff().max()) <= 3
     longest = int(offsets.diff().max())
-    assert longest == {"one": 1, "none": 0, "edges": 129, "deep": 5000, "long": 300_000}.get(lengths, longest)
+    assert longest == {"one": 1, "none": 0, "edges": 129, "split": 5000, "deep": 5000, "long": 300_000}.get(
+        lengths, longest
+    )
     if lengths == "usual":
         assert int(offsets.diff().min()) == 0 and longest > 8
 
@@ -180,7 +197,7 @@ def test_example_specs(name: str) -> None:
     """The specs that ship pass what they tell their readers to run, but for the size of their tables."""
     spec = load_spec(name)
     spec = replace(spec, tables=tuple(replace(t, num_embeddings=min(t.num_embeddings, 2000)) for t in spec.tables))
-    rows = verify(spec, on="cpu", params=[CpuParams()], batch_sizes=(1, 16), threads=(2,))
+    rows = verify(spec, on="cpu", params=[CpuParams()], batch_sizes=(1, 16), threads=(2,)).rows
     assert len(rows) > 10 and [row for row in rows if not row.passed] == []
 
 

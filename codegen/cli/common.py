@@ -117,7 +117,7 @@ def params_of(target: str, overrides: Iterable[str]) -> Any:
 
 def print_json(data: Any) -> None:
     """One JSON document. Infinities and NaN are null: JSON has no word for them."""
-    click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
+    click.echo(json.dumps(finite(data), indent=2, allow_nan=False))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -156,12 +156,13 @@ def _os_sentence(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
+    """The data with null for every infinity and NaN."""
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
+        return {key: finite(value) for key, value in data.items()}
+    return [finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _value(text: str) -> Any:

@@ -29,7 +29,7 @@ ID_CHOICES = {"int64": ("int64",), "int32": ("int32",), "both": ("int64", "int32
 
 @click.command(epilog=EXIT_CODES)
 @spec_argument
-@click.option("--target", type=click.Choice(["cuda", "cpu"]), required=True, help="What the kernels run on.")
+@click.option("--target", type=click.Choice(["cuda", "cpu", "simt"]), required=True, help="What the kernels run on.")
 @click.option(
     "--arch",
     "archs",
@@ -73,11 +73,11 @@ def gen(
 
 
 def default_archs(target: str) -> tuple[str, ...]:
-    """All GPU generations, or this machine's instruction set."""
-    if target == "cuda":
-        from embforge.codegen.targets.arch import ARCHS
+    """All GPU generations, the one that simt runs, or this machine's instruction set."""
+    if target in ("cuda", "simt"):
+        from embforge.codegen.targets.arch import ARCHS, DEFAULT_ARCH
 
-        return tuple(ARCHS)
+        return tuple(ARCHS) if target == "cuda" else (DEFAULT_ARCH,)
     from embforge.codegen.machine import host_isa
 
     return (host_isa(),)

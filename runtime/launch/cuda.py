@@ -6,97 +6,37 @@ the kernels and looked at in the next call, or in `check()`, which waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
-from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.cuda_launch import (
-    QUEUE_COUNTERS,
-    ForwardLaunch,
-    LaunchShape,
-    launch_of,
-    shape_of,
-    status_size,
-)
+from embforge.codegen.targets.cuda_launch import ForwardLaunch, KernelLaunch, shape_of, status_size
 from embforge.codegen.targets.nvrtc import check_driver, cuda_core, installed_nvrtc
 from embforge.inputs import Batch
-from embforge.launch.metadata import Metadata
-
-MOST_BLOCKS = 2**31 - 1
-"""Of a grid; samples are counted in 32 bits by the kernels too."""
-
-
-class Message(Protocol):
-    """Words on their way from the device."""
-
-    def arrived(self) -> bool:
-        """Whether they are here, without waiting."""
-
-    def words(self) -> list[int]:
-        """The words, once arrived."""
+from embforge.launch.cuda_errors import driver_error, mistake
+from embforge.launch.forward_call import Value, forward_call
+from embforge.launch.metadata import FIRST_CALL, Metadata
 
 
-class Gpu(Protocol):
-    """The machine as a launch sees it. The default asks torch and the driver; tests and emulators give their own."""
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA that the driver can serve. `ToolchainError` without a driver."""
+    from cuda.bindings import driver
 
-    def driver_version(self) -> tuple[int, int]:
-        """The newest CUDA that the driver can serve."""
-
-    def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Makes the device current for this thread."""
-
-    def stream(self, device: torch.device) -> int:
-        """The handle of the stream to launch on."""
-
-    def capturing(self) -> bool:
-        """Whether that stream is being captured into a graph, when nothing may be asked of the device."""
-
-    def send(self, words: Tensor) -> Message:
-        """Starts copying a small tensor to the host, behind all work on the stream."""
-
-    def wait(self, device: torch.device) -> None:
-        """Waits for all work on the device, whatever stream it is on."""
+    error, version = driver.cuDriverGetVersion()
+    if int(error) != 0:
+        raise ToolchainError(f"the CUDA driver does not answer ({error}); install or repair the NVIDIA driver")
+    return version // 1000, version % 1000 // 10
 
 
-class TorchGpu:
-    """The GPU that torch uses, and torch's current stream on it."""
-
-    def driver_version(self) -> tuple[int, int]:
-        from cuda.bindings import driver
-
-        error, version = driver.cuDriverGetVersion()
-        if int(error) != 0:
-            raise ToolchainError(f"the CUDA driver does not answer ({error}); install or repair the NVIDIA driver")
-        return version // 1000, version % 1000 // 10
-
-    def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        return torch.cuda.device(device)
-
-    def stream(self, device: torch.device) -> int:
-        return torch.cuda.current_stream(device).cuda_stream
-
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    def send(self, words: Tensor) -> Message:
-        return _PinnedCopy(words)
-
-    def wait(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
-
-
-class _PinnedCopy:
-    """A copy to pinned memory and the event behind it."""
+class _Message:
+    """Words on their way from the device: a copy to pinned memory behind the current stream's work, and its event."""
 
     def __init__(self, words: Tensor) -> None:
         self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
@@ -105,9 +45,11 @@ class _PinnedCopy:
         self._event.record()
 
     def arrived(self) -> bool:
+        """Whether they are here, without waiting."""
         return bool(self._event.query())
 
     def words(self) -> list[int]:
+        """The words, once arrived."""
         return list(self._host.tolist())
 
 
@@ -116,7 +58,16 @@ class _Watch:
     """The status words of the calls on one device with one bounds mode, and a copy of them under way."""
 
     status: Tensor
-    message: Message | None = None
+    message: _Message | None = None
+    lock: Lock = field(default_factory=Lock)
+
+    def arrived(self) -> _Message | None:
+        """The copy, if it is here. Of several threads one gets it."""
+        with self.lock:
+            if self.message is None or not self.message.arrived():
+                return None
+            message, self.message = self.message, None
+            return message
 
 
 class CudaForward:
@@ -126,19 +77,16 @@ class CudaForward:
     kernels were made elsewhere, and the driver judges them itself.
     """
 
-    def __init__(self, plan: Plan, cubin: bytes, gpu: Gpu | None = None) -> None:
+    def __init__(self, plan: Plan, cubin: bytes) -> None:
         core = cuda_core()
         self.plan = plan
-        self._gpu: Gpu = gpu or TorchGpu()
         compiler = installed_nvrtc()
         if compiler is not None:
-            check_driver(self._gpu.driver_version(), compiler)
+            check_driver(driver_version(), compiler)
         self._core = core
         self._shape = shape_of(plan)
         self._code = core.ObjectCode.from_cubin(cubin, name=plan.uri)
-        self._kernels: dict[str, Any] = {}
-        self._arguments = arguments_of("cuda")
-        self._output_dtype: torch.dtype = getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+        self._kernels: dict[tuple[torch.device, str], Any] = {}
         self._watches: dict[tuple[torch.device, str], _Watch] = {}
 
     def __call__(
@@ -147,48 +95,23 @@ class CudaForward:
         """Pooled output, and the flat rows of `none` features if the spec has any.
 
         Raises what an earlier call left behind, as `check` does, if its news have arrived; ValueError for a batch that
-        no launch can hold; RuntimeError in a graph capture if a first call has not prepared what it needs.
+        no launch can hold; `LaunchError` if the driver refuses a kernel; RuntimeError in a graph capture if a first
+        call has not prepared what it needs.
         """
-        values, offsets, weights, size, _ = batch
-        device, plan = values.device, self.plan
-        pooled = torch.empty(size, plan.layout.output_width, dtype=self._output_dtype, device=device)
-        sequence = None
-        if plan.layout.sequence_features:
-            sequence = torch.empty(sequence_elements, dtype=self._output_dtype, device=device)
-        if size == 0 and values.numel():
-            raise ValueError(f"offsets: values has {values.numel()} ids, offsets has no bag for them; both must agree")
-        work = _launch_of(self._shape, size, values.numel())
-        with self._gpu.on(device):
-            capturing = self._gpu.capturing()
-            if capturing and not self._is_ready(device, bounds_check, work):
-                raise RuntimeError(
-                    "the first call with this device, bounds_check and kind of batch loads kernels, which a graph "
-                    "capture does not allow; call the module once before capturing"
-                )
+        device = batch.values.device
+        call = forward_call(self.plan, self._shape, metadata, batch, sequence_elements)
+        with torch.cuda.device(device):
+            capturing = torch.cuda.is_current_stream_capturing()  # when nothing may be asked of the device
+            if capturing and not self._is_ready(device, bounds_check, call.work):
+                raise RuntimeError(FIRST_CALL)
             watch = self._watch(device, bounds_check)
-            if watch.message is not None and not capturing and watch.message.arrived():
-                self._settle(watch, watch.message.words(), bounds_check)
-            queue = torch.empty(work.queue_words, dtype=torch.int64, device=device)
-            queue[:QUEUE_COUNTERS].zero_()
-            scratch = torch.empty(work.scratch_floats, dtype=torch.float32, device=device)
-            given: dict[str, Any] = {
-                "metadata": metadata.words,
-                "values": values,
-                "offsets": offsets,
-                "weights": weights,
-                "pooled": pooled,
-                "sequence": sequence,
-                "batch": size,
-                "num_values": values.numel(),
-                "sequence_size": sequence_elements,
-                "status": watch.status,
-                "scratch": scratch,
-                "queue": queue,
-            }
-            self._launch(device, work, [_packed(given[argument.name]) for argument in self._arguments])
+            message = None if capturing else watch.arrived()
+            if message is not None:
+                self._settle(device, watch, message.words(), bounds_check)
+            self._launch(device, call.work, [_packed(value) for value in call.arguments(watch.status)])
             if not capturing and watch.message is None:  # one under way is waited for, or a busy GPU never tells
-                watch.message = self._gpu.send(watch.status)
-        return pooled, sequence
+                watch.message = _Message(watch.status)
+        return call.pooled, call.sequence
 
     def check(self) -> None:
         """Waits for the device and raises the first error of earlier calls, if there is one.
@@ -196,99 +119,74 @@ class CudaForward:
         ValueError for bad offsets and for too long `concat` bags, IndexError for a bad id where bounds are checked.
         """
         for (device, bounds_check), watch in list(self._watches.items()):
-            with self._gpu.on(device):
-                self._gpu.wait(device)
-                self._settle(watch, watch.status.tolist(), bounds_check)
+            with torch.cuda.device(device):
+                torch.cuda.synchronize(device)
+                watch.message = None
+                self._settle(device, watch, watch.status.tolist(), bounds_check)
 
     def _launch(self, device: torch.device, work: ForwardLaunch, arguments: list[Any]) -> None:
         if not work.kernels:
             return
-        if device.type == "cuda":
-            self._core.Device(device.index).set_current()
-        stream = self._core.Stream.from_handle(self._gpu.stream(device))
+        self._core.Device(device.index).set_current()
+        stream = self._core.Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
         for kernel in work.kernels:
-            config = self._core.LaunchConfig(grid=kernel.grid, block=kernel.block, shmem_size=0)
-            self._core.launch(stream, config, self._kernel(kernel.symbol), *arguments)
+            try:
+                config = self._core.LaunchConfig(grid=kernel.grid, block=kernel.block, shmem_size=kernel.shared)
+                self._core.launch(stream, config, self._kernel(device, kernel), *arguments)
+            except Exception as error:  # cuda.core's CUDAError is not public; anything else is told by its own message
+                if type(error).__name__ != "CUDAError":
+                    raise
+                raise driver_error(error, self.plan, kernel, device) from error
 
     def _is_ready(self, device: torch.device, bounds_check: str, work: ForwardLaunch) -> bool:
         """Whether a launch needs nothing new: no memory that outlives it, no kernel to load."""
-        return (device, bounds_check) in self._watches and all(k.symbol in self._kernels for k in work.kernels)
+        ready = all((device, kernel.symbol) in self._kernels for kernel in work.kernels)
+        return ready and (device, bounds_check) in self._watches
 
-    def _kernel(self, symbol: str) -> Any:
-        if symbol not in self._kernels:
-            self._kernels[symbol] = self._code.get_kernel(symbol)
-        return self._kernels[symbol]
+    def _kernel(self, device: torch.device, kernel: KernelLaunch) -> Any:
+        """The kernel, ready to be launched on the current device, which is `device`."""
+        key = (device, kernel.symbol)
+        if key not in self._kernels:
+            found = self._code.get_kernel(kernel.symbol)
+            if kernel.opts_in:
+                self._opt_in(found, kernel)
+            self._kernels[key] = found
+        return self._kernels[key]
+
+    def _opt_in(self, found: Any, kernel: KernelLaunch) -> None:
+        """Asks the driver for the shared memory of a kernel's blocks on the current device."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        ordinal = self._core.Device().device_id
+        (error,) = driver.cuKernelSetAttribute(attribute, kernel.shared, found.handle, ordinal)
+        if int(error) != 0:
+            raise ToolchainError(
+                f"device {ordinal} does not give a block of {kernel.symbol} its {kernel.shared} bytes of shared memory "
+                f"({error}), which {self.plan.arch} has; update the driver, or use a plan with a smaller block"
+            )
 
     def _watch(self, device: torch.device, bounds_check: str) -> _Watch:
         key = (device, bounds_check)
         if key not in self._watches:
-            self._watches[key] = _Watch(torch.zeros(status_size(), dtype=torch.int64, device=device))
+            status = torch.zeros(status_size(), dtype=torch.int64, device=device)
+            torch.cuda.current_stream(device).synchronize()  # calls on other streams must find the zeros, too
+            self._watches.setdefault(key, _Watch(status))  # another thread's may be there by now, and in use
         return self._watches[key]
 
-    def _settle(self, watch: _Watch, words: list[int], bounds_check: str) -> None:
+    def _settle(self, device: torch.device, watch: _Watch, words: list[int], bounds_check: str) -> None:
         """Raises the mistake that the words tell of, once: the next call starts with a clean slate."""
-        watch.message = None
-        if not any(words):
+        error = mistake(self.plan.spec, words, bounds_check)
+        if error is None:
             return
+        torch.cuda.synchronize(device)  # no kernel writes to the slate while it is wiped, whatever stream it is on
         watch.status.zero_()
-        records = dict(zip(MISTAKES, _records(words), strict=True))
-        for kind in ("BAD_OFFSET", "LONG_CONCAT", "BAD_ID"):
-            if records[kind]["claimed"] and (kind != "BAD_ID" or bounds_check == "error"):
-                raise ERRORS[kind](self.plan.spec, records[kind])
+        torch.cuda.current_stream(device).synchronize()
+        raise error
 
 
-def _launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:
-    work = launch_of(shape, batch, num_values)
-    blocks = max((kernel.grid for kernel in work.kernels), default=0)
-    if batch > MOST_BLOCKS or blocks > MOST_BLOCKS:
-        raise ValueError(
-            f"offsets, values: {batch} samples with {num_values} ids need {blocks} blocks; allowed: {MOST_BLOCKS} "
-            "samples and blocks; split the batch"
-        )
-    return work
-
-
-def _packed(value: Tensor | int | None) -> Any:
+def _packed(value: Value) -> Any:
     """An argument as cuda.core passes it: an address as an int, a number as numpy's int64."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     return 0 if value is None else numpy.int64(value)
-
-
-def _records(words: list[int]) -> list[dict[str, int]]:
-    length = len(STATUS_WORDS)
-    return [dict(zip(STATUS_WORDS, words[i : i + length], strict=True)) for i in range(0, len(words), length)]
-
-
-def _bad_id(spec: CollectionSpec, record: dict[str, int]) -> Exception:
-    feature = spec.features[record["feature"]]
-    table = spec.table(feature.table)
-    return IndexError(
-        f"feature {feature.name!r}: id {record['value']} of sample {record['sample']}, position {record['position']} "
-        f"is not a row of table {table.name!r}; allowed: 0 to {table.num_embeddings - 1} ({table.num_embeddings} rows)"
-    )
-
-
-def _bad_offset(spec: CollectionSpec, record: dict[str, int]) -> Exception:
-    feature = spec.features[record["feature"]]
-    return ValueError(
-        f"offsets: offsets[{record['position']}] is {record['value']} (the end of sample {record['sample']} of feature "
-        f"{feature.name!r}), which does not fit its neighbours; offsets must start at 0, never fall and end at the "
-        "number of ids"
-    )
-
-
-def _long_concat(spec: CollectionSpec, record: dict[str, int]) -> Exception:
-    feature = spec.features[record["feature"]]
-    return ValueError(
-        f"feature {feature.name!r}: the bag of sample {record['sample']} has {record['value']} ids, "
-        f"hotness={feature.hotness} allows {feature.hotness}; raise hotness or cut the bag"
-    )
-
-
-ERRORS: dict[str, Callable[[CollectionSpec, dict[str, int]], Exception]] = {
-    "BAD_ID": _bad_id,
-    "BAD_OFFSET": _bad_offset,
-    "LONG_CONCAT": _long_concat,
-}
-"""What the host says for each kind of mistake."""

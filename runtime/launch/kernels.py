@@ -78,6 +78,10 @@ def _load(program: str) -> Kernel:
         from embforge.launch.cpu import CpuForward
 
         return CpuForward(plan, built.binary)
+    if plan.target == "simt":
+        from embforge.launch.simt import SimtForward
+
+        return SimtForward(plan, built.binary)
     from embforge.launch.cuda import CudaForward
 
     return CudaForward(plan, built.binary.read_bytes())

@@ -15,6 +15,11 @@ from embforge.codegen.signature import METADATA_WORDS
 
 UNCHECKED_ROWS = -1
 """As an unsigned number no id reaches it."""
+FIRST_CALL = (
+    "the first call with these tables, this device, bounds_check and kind of batch copies addresses to the device and "
+    "loads kernels, which a graph capture does not allow; call the module once before capturing"
+)
+"""Why a call is refused while a CUDA graph is captured."""
 
 
 @dataclass(frozen=True)
@@ -50,5 +55,9 @@ def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:
 @lru_cache(maxsize=256)
 def _metadata(facts: tuple[tuple[int, int], ...], device: torch.device) -> Metadata:
     assert METADATA_WORDS == ("address", "rows")
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(FIRST_CALL)
     words = torch.tensor(facts, dtype=torch.int64, device="cpu").to(device)
     return Metadata(words, words.data_ptr())

@@ -11,41 +11,39 @@ import numpy as np
 import pytest
 import torch
 from conformance import naive
+from conformance.backends import device_of, every_backend
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CPU_PARAMS, cases, examples, seeds, specs
+from strategies import VARIANTS, cases, examples, seeds, specs
 
-from embforge.cases import Case, draw_batch, draw_tables
-from embforge.codegen.params import PARAMS, Params
+from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import arch_of
 from embforge.launch import reference
 from embforge.launch.kernels import Kernel, Program, kernel_of
-from embforge.verify import Probe, Result, first_difference, run, torch_threads
+from embforge.probes import Probe, Result, run
+from embforge.verify import first_difference, torch_threads
 
-BACKENDS = ("reference", "cpu")
-THREADS = (1, 2, 5)
-
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+THREADS = {"reference": (1,), "cpu": (1, 2, 5), "simt": (1, 1), "cuda": (1,)}
+"""How often a batch is run, and with how many threads. On simt each run has another schedule."""
 
 
-def kernel(spec: CollectionSpec, backend: str, id_dtype: str, params: Params | None = None) -> Kernel:
-    params = params if params and backend == "cpu" else PARAMS[backend]()
-    plan = Plan("forward", backend, arch_of(backend, torch.device("cpu")), id_dtype, spec, params)
+def kernel(spec: CollectionSpec, backend: str, id_dtype: str, variant: int = 0) -> Kernel:
+    params = VARIANTS[backend][variant]
+    plan = Plan("forward", backend, arch_of(backend, device_of(backend)), id_dtype, spec, params)
     return kernel_of(Program(plan).text)
 
 
-def check(
-    spec: CollectionSpec, backend: str, case: Case, seed: int, special: bool, params: Params | None = None
-) -> None:
+def check(spec: CollectionSpec, backend: str, case: Case, seed: int, special: bool, variant: int = 0) -> None:
     """One batch on one backend with every thread count."""
-    drawn, tables = draw_batch(spec, case, seed), draw_tables(spec, seed, special)
+    device = device_of(backend)
+    drawn, tables = draw_batch(spec, case, seed, device), draw_tables(spec, seed, special, device)
     expected: Result = reference.lookup(spec, *drawn, tables, bounds_check="zero")
     probe = Probe(case, special, drawn, tables, expected)
-    for threads in THREADS if backend != "reference" else (1,):
+    for threads in THREADS[backend]:
         with torch_threads(threads):
-            got = run(kernel(spec, backend, case.id_dtype, params), probe)
+            got = run(kernel(spec, backend, case.id_dtype, variant), probe)
         if backend == "reference":
             with np.errstate(all="ignore"):
                 wanted = naive.lookup(spec, *drawn, tables)
@@ -61,15 +59,15 @@ def check(
     spec=specs(),
     batches=st.lists(st.tuples(cases(), seeds), min_size=8, max_size=12),
     special=st.booleans(),
-    params=st.sampled_from(CPU_PARAMS),
+    variant=st.integers(0, 2),
 )
 @examples(8)
 def test_any_spec_and_batch(
-    backend: str, spec: CollectionSpec, batches: list[tuple[Case, int]], special: bool, params: Params
+    backend: str, spec: CollectionSpec, batches: list[tuple[Case, int]], special: bool, variant: int
 ) -> None:
     one_kernel = batches[0][0].id_dtype
     for case, seed in batches:
-        check(spec, backend, replace(case, id_dtype=one_kernel), seed, special, params)
+        check(spec, backend, replace(case, id_dtype=one_kernel), seed, special, variant)
 
 
 WIDE = CollectionSpec(
@@ -128,16 +126,27 @@ def test_very_long_bags_beside_short_ones(backend: str, id_dtype: str) -> None:
 
 
 @every_backend
+def test_long_bags_of_wide_rows(backend: str) -> None:
+    """More columns than a block of any GPU plan has lanes for, and more ids than one block adds up."""
+    spec = CollectionSpec([TableSpec("t", 40, 2100, "bf16")], [FeatureSpec("sum", "t"), FeatureSpec("max", "t", "max")])
+    check(spec, backend, Case(2, "deep"), 5, special=True)
+
+
+@every_backend
 @pytest.mark.parametrize("length", [63, 64, 65, 4095, 4096, 4097, 4160, 64 * 64 * 64 + 1])
 def test_lengths_around_every_level_of_the_canonical_sum(backend: str, length: int) -> None:
     """One bag alone, cut over threads in every way that 1, 2 and 5 threads give."""
     spec = CollectionSpec([TableSpec("t", 97, 4)], [FeatureSpec("f", "t", "mean", weighted=True, padding_idx=0)])
     generator = torch.Generator().manual_seed(length)
-    ids, weights = torch.randint(97, (length,), generator=generator), torch.randn(length, generator=generator)
-    offsets, tables = torch.tensor([0, length]), draw_tables(spec, length)
-    expected = reference.lookup(spec, ids, offsets, weights, tables, bounds_check="error")
-    drawn = draw_batch(spec, Case(1, "one"), 0)._replace(values=ids, offsets=offsets, weights=weights)
-    for threads in THREADS:
+    drawn = Drawn(
+        torch.randint(97, (length,), generator=generator),
+        torch.tensor([0, length]),
+        torch.randn(length, generator=generator),
+    )
+    device = device_of(backend)
+    drawn, tables = Drawn(*(t.to(device) for t in drawn)), draw_tables(spec, length, device=device)
+    expected = reference.lookup(spec, *drawn, tables, bounds_check="error")
+    for threads in THREADS[backend]:
         with torch_threads(threads):
             got = run(kernel(spec, backend, "int64"), Probe(Case(1), False, drawn, tables, expected))
         assert first_difference(expected[0], got[0]) is None
@@ -148,19 +157,21 @@ def test_lengths_around_every_level_of_the_canonical_sum(backend: str, length: i
 @pytest.mark.parametrize("length", [2, 64, 65, 5000])
 def test_max_keeps_the_first_of_equals(backend: str, first: float, length: int) -> None:
     spec = CollectionSpec([TableSpec("t", 2, 19)], [FeatureSpec("f", "t", "max")])
-    (table,) = tables = draw_tables(spec, 0)
+    device = device_of(backend)
+    (table,) = tables = draw_tables(spec, 0, device=device)
     table[0], table[1] = first, -first
-    ids = torch.ones(length, dtype=torch.int64)
+    ids = torch.ones(length, dtype=torch.int64, device=device)
     ids[0] = 0
-    drawn = draw_batch(spec, Case(1, "one"), 0)._replace(values=ids, offsets=torch.tensor([0, length]), weights=None)
-    for threads in THREADS:
+    drawn = Drawn(ids, torch.tensor([0, length], device=device), None)
+    for threads in THREADS[backend]:
         with torch_threads(threads):
             pooled, _ = run(kernel(spec, backend, "int64"), Probe(Case(1), False, drawn, tables, (ids, ids)))
         assert torch.equal(pooled.signbit(), table[:1].signbit()) and not pooled.any()
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("backend", ["cpu", "simt"])
 @given(spec=specs(most_tables=12, most_features=30), case=cases(200), seed=seeds, special=st.booleans())
 @examples(5)
-def test_large_specs(spec: CollectionSpec, case: Case, seed: int, special: bool) -> None:
-    check(spec, "cpu", case, seed, special)
+def test_large_specs(backend: str, spec: CollectionSpec, case: Case, seed: int, special: bool) -> None:
+    check(spec, backend, case, seed, special)

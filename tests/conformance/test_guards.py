@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.backends import BACKENDS, collection
 from torch import Tensor
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
@@ -18,9 +19,13 @@ VALUES = torch.tensor([3, 99, 7, 7])
 OFFSETS = torch.tensor([0, 1, 2, 3, 4])
 
 
-@pytest.fixture(params=["cpu", "reference"])
+@pytest.fixture(params=BACKENDS)
 def module(request: pytest.FixtureRequest) -> EmbeddingCollection:
-    return EmbeddingCollection(SPEC, backend=request.param)
+    return collection(SPEC, request.param)
+
+
+def call(module: EmbeddingCollection) -> Tensor:
+    return module(VALUES.to(module.device), OFFSETS.to(module.device))
 
 
 @pytest.mark.parametrize("other", [torch.zeros(100, 33), torch.zeros(100, 33, dtype=torch.float16), torch.zeros(3)])
@@ -31,21 +36,22 @@ def test_a_table_that_lies_otherwise_is_refused(other: Tensor) -> None:
         torch.func.functional_call(module, {"tables.t.weight": other}, (VALUES, OFFSETS))
 
 
-def test_fewer_rows_at_the_same_address_are_noticed(module: EmbeddingCollection) -> None:
-    module(VALUES, OFFSETS)
+@pytest.mark.parametrize("backend", ["cpu", "simt"])
+def test_fewer_rows_at_the_same_address_are_noticed(backend: Any) -> None:
+    module = collection(SPEC, backend)
+    call(module)
     few = {"tables.t.weight": module.weight("t").detach()[:10]}
-    if module.backend == "cpu":
-        with pytest.raises((IndexError, RuntimeError)):
-            torch.func.functional_call(module, few, (VALUES, OFFSETS))
+    with pytest.raises((IndexError, RuntimeError)):
+        torch.func.functional_call(module, few, (VALUES, OFFSETS))
 
 
 def test_replaced_data_is_noticed(module: EmbeddingCollection) -> None:
-    before = module(VALUES, OFFSETS)
-    twin = EmbeddingCollection(SPEC)
+    before = call(module)
+    twin = collection(SPEC, module.backend)
     module.weight("t").data = twin.weight("t").data
-    after = module(VALUES, OFFSETS)
+    after = call(module)
     assert not torch.equal(before, after)
-    assert torch.equal(after, twin(VALUES, OFFSETS))
+    assert torch.equal(after, call(twin))
 
 
 def test_gradients_of_weights_never_vanish_quietly() -> None:

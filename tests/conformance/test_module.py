@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.backends import collection, device_of, every_backend
 from torch import Tensor, nn
 
 from embforge.cases import Case, draw_batch
@@ -16,8 +17,6 @@ from embforge.codegen.errors import SpecError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.jagged import Jagged
-
-every_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
 POOLED = CollectionSpec(
     [TableSpec("a", 100, 7), TableSpec("b", 50, 16, "bf16"), TableSpec("c", 30, 33, "fp8_e4m3")],
@@ -29,19 +28,19 @@ MIXED = CollectionSpec(
 )
 
 
-def batch(spec: CollectionSpec, seed: int = 0, **fields: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    return draw_batch(spec, Case(**{"batch": 6} | fields), seed)
+def batch(module: EmbeddingCollection, seed: int = 0, **fields: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    return draw_batch(module.spec, Case(**{"batch": 6} | fields), seed, module.device)
 
 
 def same_everywhere(one: EmbeddingCollection, other: EmbeddingCollection) -> bool:
-    ours, theirs = (m.forward_dict(*batch(m.spec)) for m in (one, other))
+    ours, theirs = (m.forward_dict(*batch(m)) for m in (one, other))
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @every_backend
 def test_the_result_is_the_features_side_by_side(backend: Any) -> None:
-    module = EmbeddingCollection(POOLED, backend=backend)
-    result, parts = module(*batch(POOLED)), module.forward_dict(*batch(POOLED))
+    module = collection(POOLED, backend)
+    result, parts = module(*batch(module)), module.forward_dict(*batch(module))
     assert result.shape == (6, 7 + 16 + 33) and result.dtype == torch.float32
     assert list(parts) == ["x", "y", "z"]
     assert torch.equal(result, torch.cat(list(parts.values()), dim=1))
@@ -49,8 +48,8 @@ def test_the_result_is_the_features_side_by_side(backend: Any) -> None:
 
 @every_backend
 def test_sequence_features_have_a_row_an_id(backend: Any) -> None:
-    module = EmbeddingCollection(MIXED, backend=backend)
-    values, offsets, weights = batch(MIXED)
+    module = collection(MIXED, backend)
+    values, offsets, weights = batch(module)
     result = module.forward_dict(values, offsets, weights)
     borders = offsets[::6].tolist()
     for name, index, table in (("s", 3, "a"), ("t", 4, "b")):
@@ -60,8 +59,8 @@ def test_sequence_features_have_a_row_an_id(backend: Any) -> None:
 
 @every_backend
 def test_every_form_of_input(backend: Any) -> None:
-    module = EmbeddingCollection(POOLED, backend=backend)
-    values, offsets, weights = batch(POOLED)
+    module = collection(POOLED, backend)
+    values, offsets, weights = batch(module)
     want = module(values, offsets, weights)
     lengths = offsets.diff()
     assert torch.equal(want, module(values, lengths=lengths, weights=weights))
@@ -76,28 +75,28 @@ def test_every_form_of_input(backend: Any) -> None:
 @every_backend
 @pytest.mark.parametrize("batch_size", [0, 1, 3])
 def test_nothing_to_look_up(backend: Any, batch_size: int) -> None:
-    module = EmbeddingCollection(MIXED, backend=backend)
-    none = torch.empty(0, dtype=torch.int64)
-    result = module.forward_dict(none, torch.zeros(5 * batch_size + 1, dtype=torch.int64))
+    module = collection(MIXED, backend)
+    none = torch.zeros(5 * batch_size + 1, dtype=torch.int64, device=module.device)
+    result = module.forward_dict(none[:0], none)
     assert result["x"].shape == (batch_size, 7) and result["s"].shape == (0, 7) and result["t"].shape == (0, 16)
     assert not any(tensor.any() for tensor in result.values())
 
 
 @every_backend
 def test_weight_is_live(backend: Any) -> None:
-    module = EmbeddingCollection(POOLED, backend=backend)
+    module = collection(POOLED, backend)
     with torch.no_grad():
         module.weight("a").fill_(3.0)
-    ids = torch.tensor([5])
-    assert torch.equal(module(ids, torch.tensor([0, 1, 1, 1]))[0, :7], torch.full((7,), 3.0))
+    ids, offsets = (torch.tensor(numbers, device=module.device) for numbers in ([5], [0, 1, 1, 1]))
+    assert module(ids, offsets)[0, :7].tolist() == [3.0] * 7
     with pytest.raises(SpecError, match=r"'nope'.*a, b, c"):
         module.weight("nope")
 
 
 @every_backend
 def test_deepcopy_is_apart(backend: Any) -> None:
-    module = EmbeddingCollection(MIXED, backend=backend)
-    module.forward_dict(*batch(MIXED))
+    module = collection(MIXED, backend)
+    module.forward_dict(*batch(module))
     twin = copy.deepcopy(module)
     assert same_everywhere(module, twin)
     assert twin.weight("a").stride() == module.weight("a").stride()
@@ -110,8 +109,8 @@ def test_deepcopy_is_apart(backend: Any) -> None:
 def test_pickle(backend: Any) -> None:
     """Without fp8, which torch (2.13) pickles but cannot read back by pickle alone; torch.save can."""
     spec = CollectionSpec(POOLED.tables[:2], POOLED.features[:2])
-    module = EmbeddingCollection(spec, backend=backend)
-    module(*batch(spec))
+    module = collection(spec, backend)
+    module(*batch(module))
     loaded = pickle.loads(pickle.dumps(module))
     assert same_everywhere(module, loaded)
     assert loaded.weight("a").stride() == module.weight("a").stride()
@@ -119,8 +118,8 @@ def test_pickle(backend: Any) -> None:
 
 @every_backend
 def test_torch_save(backend: Any) -> None:
-    module = EmbeddingCollection(MIXED, backend=backend)
-    module.forward_dict(*batch(MIXED))
+    module = collection(MIXED, backend)
+    module.forward_dict(*batch(module))
     stream = io.BytesIO()
     torch.save(module, stream)
     stream.seek(0)
@@ -132,11 +131,11 @@ def test_torch_save(backend: Any) -> None:
 @every_backend
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dict(backend: Any, assign: bool) -> None:
-    module, other = (EmbeddingCollection(MIXED, backend=backend) for _ in range(2))
+    module, other = (collection(MIXED, backend) for _ in range(2))
     state = module.state_dict()
     assert list(state) == ["tables.a.weight", "tables.b.weight", "tables.c.weight"]
     assert all(tensor.is_contiguous() for tensor in state.values())
-    other.forward_dict(*batch(MIXED))
+    other.forward_dict(*batch(other))
     assert not same_everywhere(module, other)
     other.load_state_dict(state, assign=assign)
     assert same_everywhere(module, other)
@@ -148,7 +147,7 @@ def test_state_dict(backend: Any, assign: bool) -> None:
 
 @every_backend
 def test_state_dict_that_does_not_fit(backend: Any) -> None:
-    module = EmbeddingCollection(POOLED, backend=backend)
+    module = collection(POOLED, backend)
     state = module.state_dict()
     with pytest.raises(RuntimeError, match=r"tables\.a\.weight"):
         module.load_state_dict({k: v for k, v in state.items() if k != "tables.a.weight"})
@@ -163,22 +162,22 @@ def test_state_dict_that_does_not_fit(backend: Any) -> None:
 @every_backend
 @pytest.mark.parametrize("cast", ["half", "double", "bfloat16"])
 def test_casting_a_model_leaves_the_tables_as_the_spec_says(backend: Any, cast: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), EmbeddingCollection(POOLED, backend=backend))
-    before = model[1](*batch(POOLED))
+    model = nn.Sequential(nn.Linear(2, 2), collection(POOLED, backend))
+    before = model[1](*batch(model[1]))
     getattr(model, cast)()
     assert model[0].weight.dtype != torch.float32
-    assert torch.equal(before, model[1](*batch(POOLED)))
+    assert torch.equal(before, model[1](*batch(model[1])))
     assert model[1].weight("a").dtype == torch.float32
 
 
 @every_backend
 def test_meta_and_back(backend: Any) -> None:
-    module = EmbeddingCollection(POOLED, backend=backend)
+    module = collection(POOLED, backend)
     meta = EmbeddingCollection(POOLED, device="meta", backend=backend)
     assert meta.weight("a").is_meta
     meta.load_state_dict(module.state_dict(), assign=True)
     assert same_everywhere(module, meta)
-    empty = EmbeddingCollection(POOLED, device="meta", backend=backend).to_empty(device="cpu")
+    empty = EmbeddingCollection(POOLED, device="meta", backend=backend).to_empty(device=device_of(backend))
     empty.load_state_dict(module.state_dict())
     assert same_everywhere(module, empty)
 
@@ -186,15 +185,15 @@ def test_meta_and_back(backend: Any) -> None:
 @every_backend
 def test_call_on_the_meta_device_gives_shapes(backend: Any) -> None:
     meta = EmbeddingCollection(POOLED, device="meta", backend=backend)
-    values, offsets, weights = (t.to("meta") for t in batch(POOLED) if t is not None)
+    values, offsets, weights = (t.to("meta") for t in batch(collection(POOLED, "reference")) if t is not None)
     assert meta(values, offsets, weights).shape == (6, 56)
 
 
 @every_backend
 def test_to_the_same_device_changes_nothing(backend: Any) -> None:
-    module = EmbeddingCollection(POOLED, backend=backend)
+    module = collection(POOLED, backend)
     address = module.weight("a").data_ptr()
-    assert module.to("cpu").weight("a").data_ptr() == address
+    assert module.to(device_of(backend)).weight("a").data_ptr() == address
 
 
 @every_backend
@@ -203,19 +202,19 @@ def test_tables_with_names_that_modules_have(backend: Any) -> None:
         [TableSpec(name, 10, 4) for name in ("forward", "type", "training", "a.b")],
         [FeatureSpec(name, name) for name in ("forward", "type", "training", "a.b")],
     )
-    module = EmbeddingCollection(spec, backend=backend)
-    other = EmbeddingCollection(spec, backend=backend)
+    module = collection(spec, backend)
+    other = collection(spec, backend)
     other.load_state_dict(module.state_dict())
     assert same_everywhere(module, other)
 
 
 @every_backend
 def test_reset_parameters_is_reproducible(backend: Any) -> None:
-    module = EmbeddingCollection(POOLED, backend=backend)
+    module = collection(POOLED, backend)
     torch.manual_seed(3)
     module.reset_parameters()
     torch.manual_seed(3)
-    assert same_everywhere(module, EmbeddingCollection(POOLED, backend=backend))
+    assert same_everywhere(module, collection(POOLED, backend))
     for name, rows in (("a", 100), ("b", 50), ("c", 30)):  # an fp8 number may be rounded up by a sixteenth
         weight = module.weight(name).float()
         assert 0.5 * rows**-0.5 < float(weight.abs().max()) <= 1.0625 * rows**-0.5
@@ -225,8 +224,8 @@ def test_reset_parameters_is_reproducible(backend: Any) -> None:
 def test_threads_of_python_share_a_module(backend: Any) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    module = EmbeddingCollection(POOLED, backend=backend)
-    batches = [batch(POOLED, seed, batch=64) for seed in range(16)]
+    module = collection(POOLED, backend)
+    batches = [batch(module, seed, batch=64) for seed in range(16)]
     want = [module(*b) for b in batches]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
@@ -236,10 +235,10 @@ def test_threads_of_python_share_a_module(backend: Any) -> None:
 @every_backend
 def test_wants_no_gradient_quietly(backend: Any) -> None:
     """Forward only for now: a module in a training model must not pretend to learn."""
-    module = EmbeddingCollection(POOLED, backend=backend)
-    assert not module(*batch(POOLED)).requires_grad
+    module = collection(POOLED, backend)
+    assert not module(*batch(module)).requires_grad
     module.weight("a").requires_grad_()
-    result = module(*batch(POOLED))
+    result = module(*batch(module))
     assert result.requires_grad
     with pytest.raises(RuntimeError, match="no backward"):
         result.sum().backward()

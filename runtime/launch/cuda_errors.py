@@ -1,0 +1,109 @@
+"""What the host says when a CUDA lookup goes wrong: of its input, in a kernel's words; of a launch, in the driver's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from embforge.codegen.errors import LaunchError
+from embforge.codegen.plan import Plan
+from embforge.codegen.signature import MISTAKES, STATUS_WORDS
+from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.targets.arch import nearest_arch
+from embforge.codegen.targets.cuda_launch import KernelLaunch
+
+
+def mistake(spec: CollectionSpec, words: list[int], bounds_check: str) -> Exception | None:
+    """The first mistake that status words tell of, if it counts as one where bounds are checked like this."""
+    records = dict(zip(MISTAKES, _records(words), strict=True))
+    for kind, error_of in ERRORS.items():
+        if records[kind]["claimed"] and (kind != "BAD_ID" or bounds_check == "error"):
+            return error_of(spec, records[kind])
+    return None
+
+
+def driver_error(error: Exception, plan: Plan, kernel: KernelLaunch, device: torch.device) -> LaunchError:
+    """What an error of cuda.core means for a kernel's launch: what failed, which, why and what to do."""
+    name = str(error).split(":")[0]
+    why = {
+        "CUDA_ERROR_NO_BINARY_FOR_GPU": _wrong_arch,
+        "CUDA_ERROR_INVALID_IMAGE": _unreadable,
+        "CUDA_ERROR_NOT_FOUND": _unreadable,
+        "CUDA_ERROR_OUT_OF_MEMORY": _no_memory,
+        "CUDA_ERROR_INVALID_VALUE": _refused,
+        "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": _refused,
+    }.get(name, _earlier)
+    return LaunchError(f"{kernel.symbol} on {device}: {why(plan, kernel, device)} ({error})")
+
+
+def _wrong_arch(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        f"the kernel was made for {plan.arch}, the device is of compute capability {major}.{minor}; make it for "
+        f"{nearest_arch(major, minor)}: leave `kernels` and EMBFORGE_KERNELS unset, or give `embforge gen` that --arch"
+    )
+
+
+def _unreadable(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+    return (
+        "the kernel's file is damaged or of another version; make it anew by `embforge cache clear`, or by "
+        "`embforge gen` where `kernels` or EMBFORGE_KERNELS names a directory"
+    )
+
+
+def _no_memory(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+    return "the device has no memory left for the kernel's code; free some, torch.cuda.empty_cache() gives back torch's"
+
+
+def _refused(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+    return (
+        f"the device does not take {kernel.grid} blocks of {kernel.block} threads with {kernel.shared} bytes of "
+        "dynamic shared memory; use a plan with a smaller block, or split the batch"
+    )
+
+
+def _earlier(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+    return (
+        "some kernel on this device went wrong earlier, maybe not this one, and nothing works there until the process "
+        "ends; CUDA_LAUNCH_BLOCKING=1 finds out which, and backend='simt' checks ours access by access"
+    )
+
+
+def _records(words: list[int]) -> list[dict[str, int]]:
+    length = len(STATUS_WORDS)
+    return [dict(zip(STATUS_WORDS, words[i : i + length], strict=True)) for i in range(0, len(words), length)]
+
+
+def _bad_id(spec: CollectionSpec, record: dict[str, int]) -> Exception:
+    feature = spec.features[record["feature"]]
+    table = spec.table(feature.table)
+    return IndexError(
+        f"feature {feature.name!r}: id {record['value']} of sample {record['sample']}, position {record['position']} "
+        f"is not a row of table {table.name!r}; allowed: 0 to {table.num_embeddings - 1} ({table.num_embeddings} rows)"
+    )
+
+
+def _bad_offset(spec: CollectionSpec, record: dict[str, int]) -> Exception:
+    feature = spec.features[record["feature"]]
+    return ValueError(
+        f"offsets: offsets[{record['position']}] is {record['value']} (the end of sample {record['sample']} of feature "
+        f"{feature.name!r}), which does not fit its neighbours; offsets must start at 0, never fall and end at the "
+        "number of ids"
+    )
+
+
+def _long_concat(spec: CollectionSpec, record: dict[str, int]) -> Exception:
+    feature = spec.features[record["feature"]]
+    return ValueError(
+        f"feature {feature.name!r}: the bag of sample {record['sample']} has {record['value']} ids, "
+        f"hotness={feature.hotness} allows {feature.hotness}; raise hotness or cut the bag"
+    )
+
+
+ERRORS: dict[str, Callable[[CollectionSpec, dict[str, int]], Exception]] = {
+    "BAD_OFFSET": _bad_offset,
+    "LONG_CONCAT": _long_concat,
+    "BAD_ID": _bad_id,
+}
+"""What the host says for each kind of mistake; the earlier ones go first."""

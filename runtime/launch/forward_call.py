@@ -1,0 +1,78 @@
+"""One call of a plan's CUDA kernels, whoever launches them: results, work space, and the arguments in their order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.plan import Plan
+from embforge.codegen.signature import arguments_of
+from embforge.codegen.targets.cuda_launch import QUEUE_COUNTERS, ForwardLaunch, LaunchShape, launch_of
+from embforge.inputs import Batch
+from embforge.launch.metadata import Metadata
+
+MOST_BLOCKS = 2**31 - 1
+"""Of a grid; samples are counted in 32 bits by the kernels too."""
+
+Value = Tensor | int | None
+"""A tensor stands for its address, None for a null pointer."""
+
+
+class ForwardCall(NamedTuple):
+    """What a call launches, and on what."""
+
+    work: ForwardLaunch
+    pooled: Tensor
+    sequence: Tensor | None
+    given: dict[str, Value]
+    """Every argument by name, but `status`, which outlives calls."""
+
+    def arguments(self, status: Tensor) -> list[Value]:
+        """The kernels' arguments, in the order of the signature."""
+        given = self.given | {"status": status}
+        return [given[argument.name] for argument in arguments_of("cuda")]
+
+
+def forward_call(
+    plan: Plan, shape: LaunchShape, metadata: Metadata, batch: Batch, sequence_elements: int
+) -> ForwardCall:
+    """The call of a batch on its device, results not initialised. ValueError for a batch that no launch can hold."""
+    values, offsets, weights, size, _ = batch
+    device, dtype = values.device, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+    if size == 0 and values.numel():
+        raise ValueError(f"offsets: values has {values.numel()} ids, offsets has no bag for them; both must agree")
+    work = _launch_of(shape, size, values.numel())
+    pooled = torch.empty(size, plan.layout.output_width, dtype=dtype, device=device)
+    has_sequence = bool(plan.layout.sequence_features)
+    sequence = torch.empty(sequence_elements, dtype=dtype, device=device) if has_sequence else None
+    queue = torch.empty(work.queue_words, dtype=torch.int64, device=device)
+    queue[:QUEUE_COUNTERS].zero_()
+    scratch = torch.empty(work.scratch_floats, dtype=torch.float32, device=device)
+    given: dict[str, Value] = {
+        "metadata": metadata.words,
+        "values": values,
+        "offsets": offsets,
+        "weights": weights,
+        "pooled": pooled,
+        "sequence": sequence,
+        "batch": size,
+        "num_values": values.numel(),
+        "sequence_size": sequence_elements,
+        "scratch": scratch,
+        "queue": queue,
+    }
+    return ForwardCall(work, pooled, sequence, given)
+
+
+def _launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:
+    work = launch_of(shape, batch, num_values)
+    blocks = max((kernel.grid for kernel in work.kernels), default=0)
+    if batch > MOST_BLOCKS or blocks > MOST_BLOCKS:
+        raise ValueError(
+            f"offsets, values: {batch} samples with {num_values} ids need {blocks} blocks; allowed: {MOST_BLOCKS} "
+            "samples and blocks; split the batch"
+        )
+    return work

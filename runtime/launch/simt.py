@@ -1,0 +1,235 @@
+"""Runs a plan's CUDA kernels on the CPU by the SIMT executor, and raises what it finds wrong with them.
+
+Slow, and no measure of speed. It executes the text that a GPU would, with its barriers, its shared memory and its
+races, in a schedule that a seed decides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.build import source_of
+from embforge.codegen.errors import KernelBugError
+from embforge.codegen.plan import Plan
+from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
+from embforge.codegen.targets.cuda_launch import QUEUE_COUNTERS, KernelLaunch, shape_of, status_size
+from embforge.codegen.targets.simt import twin_of
+from embforge.counters import SINGLE, TABLE, KernelCounters, Traffic
+from embforge.inputs import Batch, raise_bad_input
+from embforge.launch.forward_call import ForwardCall, Value, forward_call
+from embforge.launch.metadata import Metadata
+from embforge.launch.simt_abi import BUG, DONE, Counted, Region, SimtTraffic, load_image
+from embforge.launch.simt_report import bug_of
+from embforge.places import pooled_place, sequence_place
+
+WORD_BYTES = 8
+READ_ONLY = ("metadata", "values", "offsets", "weights")
+WRITTEN = ("pooled", "sequence", "scratch", "queue")
+"""Whose bytes nobody may read before they are written; results must be written whole."""
+MOST_SEEDS = 2**64
+
+
+@dataclass(frozen=True)
+class SimtOptions:
+    """How a call is executed. `seed` decides the schedule of blocks and warps; `count` counts what memory costs."""
+
+    seed: int = 0
+    count: bool = False
+
+
+class SimtRun(NamedTuple):
+    """A call's result, and a kernel's counters each if they were asked for."""
+
+    pooled: Tensor
+    sequence: Tensor | None
+    counters: tuple[KernelCounters, ...]
+
+
+class SimtForward:
+    """One plan's forward kernels in an image. Threads may share it; their launches take turns."""
+
+    def __init__(self, plan: Plan, image: Path) -> None:
+        self.plan = plan
+        self._image = load_image(image)
+        self._shape = shape_of(twin_of(plan))
+        self._calls = count()
+        wanted = (WORD_BYTES,) * len(arguments_of("simt"))
+        for symbol in self._shape.symbols:
+            kernel = self._image.kernels.get(symbol)
+            if kernel is None or kernel.argument_bytes != wanted:
+                raise AssertionError(f"the launcher passes {wanted} to {symbol}, image {image} has {kernel}")
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pooled output, and the flat rows of `none` features if the spec has any.
+
+        Every call has another schedule, the same ones in every process. Raises as `run` does.
+        """
+        options = SimtOptions(seed=next(self._calls) % MOST_SEEDS)
+        return self.run(metadata, tables, batch, sequence_elements, bounds_check, options)[:2]
+
+    def run(
+        self,
+        metadata: Metadata,
+        tables: Sequence[Tensor],
+        batch: Batch,
+        sequence_elements: int,
+        bounds_check: str,
+        options: SimtOptions,
+    ) -> SimtRun:
+        """One call under these options.
+
+        Raises what `raise_bad_input` raises, as the CPU backend does; `KernelBugError` for what a kernel does wrong,
+        results that it never wrote included.
+        """
+        call = forward_call(self.plan, self._shape, metadata, batch, sequence_elements)
+        status = torch.zeros(status_size(), dtype=torch.int64)
+        memory = _Memory(self.plan, call, tables, status)
+        arguments = [ctypes.c_uint64(_word(value)) for value in call.arguments(status)]
+        try:
+            counters = [self._launch(kernel, arguments, memory, options) for kernel in call.work.kernels]
+        except KernelBugError:
+            if bounds_check == "unchecked":  # the kernel trusts its ids, so a bad one is the caller's mistake
+                _raise_bad_input(self.plan, batch, "error")
+            raise
+        self._raise_mistakes(status, batch, bounds_check)
+        self._raise_unwritten(call, memory, batch, options)
+        return SimtRun(call.pooled, call.sequence, tuple(c for c in counters if c is not None))
+
+    def check(self) -> None:
+        """Nothing is ever pending: whatever is wrong raises in the call that has it."""
+
+    def _launch(
+        self, kernel: KernelLaunch, arguments: list[ctypes.c_uint64], memory: _Memory, options: SimtOptions
+    ) -> KernelCounters | None:
+        status, report, counted = self._image.launch(
+            kernel.symbol,
+            (kernel.grid, 1, 1),
+            (kernel.block, 1, 1),
+            arguments,
+            memory.regions,
+            shared=kernel.shared,
+            seed=options.seed,
+            count=options.count,
+        )
+        if status == BUG:
+            raise bug_of(report, self._image.path, source_of(self.plan), options.seed)
+        if status != DONE:
+            raise KernelBugError(f"kernel {kernel.symbol} cannot be launched: {report.message.decode()}")
+        return None if counted is None else kernel_counters(kernel.symbol, memory.regions, counted)
+
+    def _raise_mistakes(self, status: Tensor, batch: Batch, bounds_check: str) -> None:
+        claimed = dict(zip(MISTAKES, status[:: len(STATUS_WORDS)].tolist(), strict=True))
+        if bounds_check != "error":
+            del claimed["BAD_ID"]
+        if not any(claimed.values()):
+            return
+        _raise_bad_input(self.plan, batch, bounds_check)
+        named = ", ".join(kind for kind, found in claimed.items() if found)
+        raise KernelBugError(
+            f"kernel {self.plan.uri} reported {named} for a batch that is well-formed: {status.tolist()}"
+        )
+
+    def _raise_unwritten(self, call: ForwardCall, memory: _Memory, batch: Batch, options: SimtOptions) -> None:
+        layout = self.plan.layout
+        for name, result in (("pooled", call.pooled), ("sequence", call.sequence)):
+            missing = memory.unwritten(name)
+            if missing is None or result is None:
+                continue
+            element = missing // result.element_size()
+            place = (
+                pooled_place(layout, element)
+                if name == "pooled"
+                else sequence_place(layout, batch.offsets, batch.batch, element)
+            )
+            raise KernelBugError(
+                f"kernels of {self.plan.uri}: unwritten: no kernel wrote {place} of the {name} output\n"
+                f"  schedule seed {options.seed}; the same seed gives the same schedule"
+            )
+
+
+class _Memory:
+    """The regions of one call: what kernels may read, what they may write, and what was written so far."""
+
+    def __init__(self, plan: Plan, call: ForwardCall, tables: Sequence[Tensor], status: Tensor) -> None:
+        self._defined: dict[str, Tensor] = {}
+        given = {name: value for name, value in call.given.items() if isinstance(value, Tensor)}
+        read = [table_region(t.name, rows) for t, rows in zip(plan.spec.tables, tables, strict=True)]
+        read += [_region(name, given[name]) for name in READ_ONLY if name in given]
+        written = [self._written(name, given[name]) for name in WRITTEN if name in given]
+        written.append(_region("status", status, writable=True))
+        self.regions = [region for region in (*_apart(read), *written) if region.bytes]
+
+    def unwritten(self, name: str) -> int | None:
+        """The first byte of a result that nobody wrote."""
+        defined = self._defined.get(name)
+        if defined is None or bool(defined.all()):
+            return None
+        return int(defined.argmin())
+
+    def _written(self, name: str, tensor: Tensor) -> Region:
+        defined = self._defined[name] = torch.zeros(tensor.nbytes, dtype=torch.uint8)
+        if name == "queue":
+            defined[: QUEUE_COUNTERS * WORD_BYTES] = 1  # zeros that the caller wrote
+        return _region(name, tensor, writable=True, defined=defined.data_ptr())
+
+
+def _region(name: str, tensor: Tensor, *, writable: bool = False, defined: int = 0) -> Region:
+    return Region(name, tensor.data_ptr(), tensor.nbytes, defined, writable)
+
+
+def table_region(name: str, rows: Tensor) -> Region:
+    """Rows with the gaps between them, and the gap behind the last as far as there is memory for it."""
+    whole = int(rows.shape[0] * rows.stride(0) * rows.element_size())
+    behind = int(rows.untyped_storage().nbytes() - rows.storage_offset() * rows.element_size())
+    return Region(f"{TABLE}{name}", rows.data_ptr(), min(whole, behind))
+
+
+def _apart(regions: list[Region]) -> list[Region]:
+    """Regions that overlap as one, under the name of the first: tables and arguments may be views of one tensor."""
+    merged: list[Region] = []
+    for region in sorted(regions, key=lambda r: r.begin):
+        last = merged[-1] if merged else None
+        if last is not None and region.begin < last.begin + last.bytes:
+            end = max(last.begin + last.bytes, region.begin + region.bytes)
+            merged[-1] = Region(last.name, last.begin, end - last.begin)
+        else:
+            merged.append(region)
+    return merged
+
+
+def _word(value: Value) -> int:
+    """An argument as a 64-bit word: an address, or a number."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return 0 if value is None else value
+
+
+def _raise_bad_input(plan: Plan, batch: Batch, bounds_check: str) -> None:
+    raise_bad_input(plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
+
+
+def kernel_counters(symbol: str, regions: Sequence[Region], counted: Counted) -> KernelCounters:
+    """A launch's counters by the names of its regions."""
+    names = [region.name for region in regions]
+    return KernelCounters(
+        symbol,
+        dict(zip(names, map(_traffic, counted.loads), strict=True)),
+        dict(zip(names, map(_traffic, counted.stores), strict=True)),
+        _traffic(counted.counters.shared_loads),
+        _traffic(counted.counters.shared_stores),
+        **{name: getattr(counted.counters, name) for name in SINGLE},
+    )
+
+
+def _traffic(words: SimtTraffic) -> Traffic:
+    return Traffic(*(getattr(words, field.name) for field in fields(Traffic)))

@@ -1,0 +1,225 @@
+"""`templates/simt/abi.h` for Python: an image, loaded and launched. A test holds the structures against the header."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.errors import ToolchainError
+from embforge.counters import SINGLE, Traffic
+
+ABI = 1
+"""SIMT_ABI of the images that this file can launch."""
+COUNT = 1
+"""The flag of a launch that counts."""
+DONE, BUG, IMPOSSIBLE = 0, 1, 2
+"""What a launch returns."""
+
+
+class SimtRegion(ctypes.Structure):
+    """A range of global memory that a launch may touch."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("begin", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("defined", ctypes.c_void_p),
+        ("writable", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class SimtLaunch(ctypes.Structure):
+    """One launch of one kernel."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("dynamic_shared", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("regions", ctypes.POINTER(SimtRegion)),
+        ("region_count", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class SimtPlace(ctypes.Structure):
+    """A place in a kernel."""
+
+    _fields_ = (
+        ("block", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class SimtReport(ctypes.Structure):
+    """The first bug that a launch met."""
+
+    _fields_ = (
+        ("kind", ctypes.c_char * 32),
+        ("message", ctypes.c_char * 512),
+        ("kernel", ctypes.c_char * 256),
+        ("place", SimtPlace),
+        ("other", SimtPlace),
+        ("has_other", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class SimtTraffic(ctypes.Structure):
+    """Counters of the loads or stores of one region, or of shared memory."""
+
+    _fields_ = tuple((field.name, ctypes.c_uint64) for field in fields(Traffic))
+
+
+class SimtCounters(ctypes.Structure):
+    """Counters of one launch that belong to no region."""
+
+    _fields_ = (
+        ("shared_loads", SimtTraffic),
+        ("shared_stores", SimtTraffic),
+        *((name, ctypes.c_uint64) for name in SINGLE),
+    )
+
+
+class SimtKernelInfo(ctypes.Structure):
+    """What an image says of one of its kernels."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("argument_count", ctypes.c_uint32),
+        ("argument_bytes", ctypes.POINTER(ctypes.c_uint32)),
+        ("static_shared", ctypes.c_uint32),
+        ("max_threads", ctypes.c_uint32),
+    )
+
+
+STRUCTURES = (SimtRegion, SimtLaunch, SimtPlace, SimtReport, SimtTraffic, SimtCounters, SimtKernelInfo)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory that kernels may touch. `defined` is the address of a byte for each of its bytes, or 0: all is defined."""
+
+    name: str
+    begin: int
+    bytes: int
+    defined: int = 0
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of an image."""
+
+    name: str
+    argument_bytes: tuple[int, ...]
+    static_shared: int
+    max_threads: int
+
+
+class Image:
+    """A loaded image. Threads may share it: launches take turns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library: Any = ctypes.CDLL(str(path))
+        for name, result, arguments in _PROTOTYPES:
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+        if (found := self._library.simt_abi()) != ABI:
+            raise ToolchainError(f"image {path} has interface {found}, this embforge knows {ABI}; make it anew")
+        self.arch: str = self._library.simt_arch().decode()
+        self.kernels = {kernel.name: kernel for kernel in map(self._kernel, range(self._library.simt_kernel_count()))}
+        self._lock = threading.Lock()
+
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Sequence[Any],
+        regions: Sequence[Region],
+        *,
+        shared: int = 0,
+        seed: int = 0,
+        count: bool = False,
+    ) -> tuple[int, SimtReport, Counted | None]:
+        """One launch: what it returned, its report, and its counters if asked for and it came to an end.
+
+        `arguments` are ctypes values, in the kernel's order.
+        """
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        described = (SimtRegion * len(regions))(
+            *(SimtRegion(r.name.encode(), r.begin, r.bytes, r.defined or None, r.writable) for r in regions)
+        )
+        launch = SimtLaunch(
+            kernel=kernel.encode(),
+            grid=grid,
+            block=block,
+            dynamic_shared=shared,
+            flags=COUNT if count else 0,
+            seed=seed,
+            arguments=addresses,
+            regions=described,
+            region_count=len(regions),
+        )
+        report = SimtReport()
+        with self._lock:
+            status = self._library.simt_launch(ctypes.byref(launch), ctypes.byref(report))
+            counted = self._counters(len(regions)) if count and status == DONE else None
+        return status, report, counted
+
+    def _counters(self, regions: int) -> Counted:
+        counters, loads, stores = SimtCounters(), (SimtTraffic * regions)(), (SimtTraffic * regions)()
+        self._library.simt_counters(ctypes.byref(counters), loads, stores)
+        return Counted(counters, list(loads), list(stores))
+
+    def _kernel(self, index: int) -> Kernel:
+        info = self._library.simt_kernel(index).contents
+        sizes = tuple(info.argument_bytes[: info.argument_count])
+        return Kernel(info.name.decode(), sizes, info.static_shared, info.max_threads)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The counters of one launch; loads and stores have an element a region, in the launch's order."""
+
+    counters: SimtCounters
+    loads: list[SimtTraffic]
+    stores: list[SimtTraffic]
+
+
+_PROTOTYPES: tuple[tuple[str, Any, list[Any]], ...] = (
+    ("simt_launch", ctypes.c_int, [ctypes.POINTER(SimtLaunch), ctypes.POINTER(SimtReport)]),
+    ("simt_counters", None, [ctypes.POINTER(SimtCounters), ctypes.POINTER(SimtTraffic), ctypes.POINTER(SimtTraffic)]),
+    ("simt_kernel_count", ctypes.c_uint32, []),
+    ("simt_kernel", ctypes.POINTER(SimtKernelInfo), [ctypes.c_uint32]),
+    ("simt_arch", ctypes.c_char_p, []),
+    ("simt_abi", ctypes.c_uint32, []),
+)
+
+
+def load_image(path: Path) -> Image:
+    """The image in a file. The same file gives the same object, because its launches must take turns."""
+    found = os.stat(path)
+    with _LOADING:
+        return _loaded(path.resolve(), found.st_dev, found.st_ino)
+
+
+_LOADING = threading.Lock()
+
+
+@cache
+def _loaded(path: Path, device: int, inode: int) -> Image:
+    return Image(path)

@@ -25,7 +25,7 @@ PLAN = Plan("forward", "cpu", "avx2", "int64", SPEC, CpuParams())
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    target = draw(st.sampled_from(["cpu", "cuda"]))
+    target = draw(st.sampled_from(["cpu", "cuda", "simt"]))
     kind = PARAMS[target]
     params = kind(**{f.name: draw(st.sampled_from(f.metadata["choices"])) for f in fields(kind)})
     arch = "avx512" if target == "cpu" else "sm_90"
@@ -73,7 +73,7 @@ def test_uri_differs_when_anything_does(other: Plan) -> None:
     ("changes", "message"),
     [
         (dict(op="sideways"), "plan field op='sideways' is not known; allowed: forward"),
-        (dict(target="tpu"), "plan field target='tpu' is not known; allowed: cpu, cuda"),
+        (dict(target="tpu"), "plan field target='tpu' is not known; allowed: cpu, cuda, simt"),
         (dict(id_dtype="int8"), "plan field id_dtype='int8' is not known; allowed: int32, int64"),
         (dict(params=CudaParams()), "plan field params=.* does not fit target 'cpu'"),
     ],
@@ -105,12 +105,19 @@ def test_defaults_are_among_the_choices_and_others_are_refused(kind: type[Any]) 
             kind(**{field.name: "odd"})
 
 
+def test_simt_is_called_as_cuda_is() -> None:
+    assert arguments_of("simt") == arguments_of("cuda") and PARAMS["simt"] is PARAMS["cuda"]
+    simt = Plan("forward", "simt", "sm_90", "int64", SPEC, CudaParams())
+    assert simt.symbol == replace(simt, target="cuda").uri != simt.uri
+    assert PLAN.symbol == PLAN.uri
+
+
 def test_unknown_param() -> None:
     with pytest.raises(PlanError, match=r"plan field 'speed' does not exist for target cpu; allowed: .*grain_bytes"):
         params_from("cpu", {"speed": 9})
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("target", ["cpu", "cuda", "simt"])
 def test_prototype_lists_the_target_s_arguments_in_order(target: str) -> None:
     names = [a.name for a in arguments_of(target)]
     lines = prototype(target).splitlines()

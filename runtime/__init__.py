@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from embforge.codegen.errors import CompileError as CompileError
     from embforge.codegen.errors import EmbforgeError as EmbforgeError
     from embforge.codegen.errors import KernelBugError as KernelBugError
+    from embforge.codegen.errors import LaunchError as LaunchError
     from embforge.codegen.errors import MissingKernelError as MissingKernelError
     from embforge.codegen.errors import PlanError as PlanError
     from embforge.codegen.errors import SpecError as SpecError
@@ -39,6 +40,7 @@ _HOME = {
     "FeatureSpec": "embforge.codegen.spec",
     "Jagged": "embforge.jagged",
     "KernelBugError": "embforge.codegen.errors",
+    "LaunchError": "embforge.codegen.errors",
     "MissingKernelError": "embforge.codegen.errors",
     "PlanError": "embforge.codegen.errors",
     "SpecError": "embforge.codegen.errors",

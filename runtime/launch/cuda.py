@@ -55,19 +55,33 @@ class _Message:
 
 @dataclass
 class _Watch:
-    """The status words of the calls on one device with one bounds mode, and a copy of them under way."""
+    """The status words of the calls on one device with one bounds mode, and a copy of them under way.
+
+    Threads share it: the lock makes one of them send a copy, and one of them receive it.
+    """
 
     status: Tensor
     message: _Message | None = None
     lock: Lock = field(default_factory=Lock)
 
-    def arrived(self) -> _Message | None:
-        """The copy, if it is here. Of several threads one gets it."""
+    def send(self) -> None:
+        """Starts a copy behind the current stream's work, unless one is under way: else a busy GPU never tells."""
+        with self.lock:
+            if self.message is None:
+                self.message = _Message(self.status)
+
+    def received(self) -> list[int] | None:
+        """The words of a copy, if one has arrived."""
         with self.lock:
             if self.message is None or not self.message.arrived():
                 return None
-            message, self.message = self.message, None
-            return message
+            words, self.message = self.message.words(), None
+            return words
+
+    def forget(self) -> None:
+        """Whatever is under way is old news."""
+        with self.lock:
+            self.message = None
 
 
 class CudaForward:
@@ -105,12 +119,12 @@ class CudaForward:
             if capturing and not self._is_ready(device, bounds_check, call.work):
                 raise RuntimeError(FIRST_CALL)
             watch = self._watch(device, bounds_check)
-            message = None if capturing else watch.arrived()
-            if message is not None:
-                self._settle(device, watch, message.words(), bounds_check)
+            words = None if capturing else watch.received()
+            if words is not None:
+                self._settle(device, watch, words, bounds_check)
             self._launch(device, call.work, [_packed(value) for value in call.arguments(watch.status)])
-            if not capturing and watch.message is None:  # one under way is waited for, or a busy GPU never tells
-                watch.message = _Message(watch.status)
+            if not capturing:
+                watch.send()
         return call.pooled, call.sequence
 
     def check(self) -> None:
@@ -121,7 +135,7 @@ class CudaForward:
         for (device, bounds_check), watch in list(self._watches.items()):
             with torch.cuda.device(device):
                 torch.cuda.synchronize(device)
-                watch.message = None
+                watch.forget()
                 self._settle(device, watch, watch.status.tolist(), bounds_check)
 
     def _launch(self, device: torch.device, work: ForwardLaunch, arguments: list[Any]) -> None:

@@ -1,0 +1,122 @@
+"""Mistakes put into the launcher on purpose: each must make a check fail. `main` prints which one did.
+
+Run by `build.run`. Every mutant has a process of its own, forked from one that has imported all that is slow, because
+a launch with wrong arguments may do anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import tempfile
+import tomllib
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import embforge.launch
+
+CHECKS = Path(__file__).parent / "check_launch.py"
+LAUNCH = Path(embforge.launch.__file__).parent
+PYTEST = (
+    "-x",
+    "-q",
+    "--tb=no",
+    "--noconftest",
+    "--assert=plain",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:hypothesispytest",
+    "-p",
+    "emulated_driver.plugin",
+)
+FAILED = 1
+"""pytest's exit code if tests ran and some failed."""
+BROKEN = 99
+"""Of a mutant that cannot be made."""
+
+
+class Mutant(NamedTuple):
+    """Text in a module of `embforge.launch`, and what to put in its place."""
+
+    what: str
+    module: str
+    old: str
+    new: str
+    seen_by: str
+    """The check that is tried first; if it passes, all are."""
+
+
+def mutants() -> list[Mutant]:
+    """Those of mutants.toml."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    return [Mutant(**fields) for fields in tomllib.loads(text)["mutant"]]
+
+
+def mutate(mutant: Mutant) -> None:
+    """Puts the changed text into the module, before the checks import names from it."""
+    path, name = LAUNCH / f"{mutant.module}.py", f"embforge.launch.{mutant.module}"
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        raise AssertionError(f"{mutant.what}: {mutant.old!r} stands {text.count(mutant.old)} times in {path.name}")
+    module = importlib.import_module(name)
+    exec(compile(text.replace(mutant.old, mutant.new), str(path), "exec"), module.__dict__)
+
+
+def outcome(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the checks fail with the mutant, and the first that does."""
+    failed, name = _run(mutant, mutant.seen_by)
+    return (failed, name) if failed else _run(mutant)
+
+
+def _run(mutant: Mutant | None, check: str = "") -> tuple[bool, str]:
+    """Whether a check fails, or any of all, and which."""
+    with tempfile.TemporaryFile("w+") as log:
+        child = os.fork()
+        if child == 0:
+            os._exit(_checked(mutant, check, log.fileno()))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        log.seek(0)
+        text = log.read()
+    if status < 0:
+        return True, f"signal {-status}"
+    if status not in (0, FAILED):
+        raise AssertionError(f"{mutant}: the checks did not run\n{text}")
+    found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", text, re.MULTILINE)
+    return status == FAILED, found[1] if found else ""
+
+
+def _checked(mutant: Mutant | None, check: str, log: int) -> int:
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        if mutant is not None:
+            mutate(mutant)
+    except BaseException:
+        traceback.print_exc()
+        return BROKEN
+    return int(pytest.main([*PYTEST, f"{CHECKS}::{check}" if check else str(CHECKS)]))
+
+
+def main(words: list[str]) -> int:
+    """Prints a line a mutant, survivors first. The number of survivors, and 100 if the checks fail without any."""
+    import cuda.core  # noqa: F401
+    import torch
+
+    from emulated_driver import cases, torch_device  # noqa: F401
+
+    torch.set_num_threads(1)  # a fork has one thread
+    cases.image()
+    failed, name = _run(None)
+    if failed:
+        print(f"without a mutant: {name} fails")
+        return 100
+    wanted = [m for m in mutants() if not words or any(word in m.what for word in words)]
+    results = {mutant: outcome(mutant) for mutant in wanted}
+    for mutant, (killed, name) in sorted(results.items(), key=lambda item: item[1][0]):
+        print(f"{'killed' if killed else 'SURVIVED'}\t{mutant.module}\t{mutant.what}\t{name}")
+    return sum(not killed for killed, _ in results.values())

@@ -1,0 +1,106 @@
+"""From a call to the CUDA driver where there is none: `runtime/launch/cuda.py` as it is, through the real cuda.core.
+
+The checks are in `emulated_driver/`; each test here runs some of them in a process that has the emulated driver.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulated_driver import build
+
+pytest.importorskip("cuda.core")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
+    pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="a CUDA device is present"),
+]
+
+PYTEST = ("-q", "--tb=short", "-p", "no:cacheprovider", "-p", "emulated_driver.plugin")
+LEAST_COVERED = 0.9
+BEYOND = {
+    "test_opcheck": "torch.compile sees through no tensor of ours",
+    "test_compiled": "torch.compile sees through no tensor of ours",
+    "test_every_form_of_input": "no nested tensors",
+    "test_pickle": "no pickles",
+    "test_torch_save": "no pickles",
+    "test_wants_no_gradient_quietly": "no autograd",
+    "test_lying_sequence_sizes": "a GPU's offsets are not looked at before a launch",
+    "test_bits": "takes long: its checks of the launcher are in check_launch.py",
+}
+"""What the conformance suite asks of a GPU and the stand-in for torch's CUDA device does not have."""
+
+
+def passes(module: str, *words: str) -> str:
+    """What the process printed."""
+    ended = build.run(module, *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_driver_behaves_as_a_driver_and_verify_finds_a_gpu() -> None:
+    passes("pytest", *PYTEST, "emulated_driver/check_driver.py", "emulated_driver/check_verify.py")
+
+
+def test_the_launcher_works_and_nearly_all_of_it_runs() -> None:
+    printed = passes("emulated_driver.lines", *PYTEST, "emulated_driver/check_launch.py")
+    covered = [line.split("\t")[1:] for line in printed.splitlines() if line.startswith("covered\t")]
+    assert {name for name, *_ in covered} == {"cuda.py", "cuda_errors.py", "forward_call.py"}
+    for name, ran, lines, missing in covered:
+        assert int(ran) >= LEAST_COVERED * int(lines), f"{name}: lines {ast.literal_eval(missing)} never ran"
+
+
+def test_mistakes_in_the_launcher_are_found() -> None:
+    printed = passes("emulated_driver.mutants")
+    assert printed.count("killed\t") >= 50, printed
+
+
+def test_the_conformance_suite_on_emulated_devices() -> None:
+    wanted = " and ".join(["cuda", *(f"not {name}" for name in BEYOND)])
+    printed = passes("pytest", *PYTEST, "conformance", "-k", wanted)
+    assert "skipped" not in printed
+
+
+@pytest.mark.soak
+def test_all_bits_on_emulated_devices() -> None:
+    passes("pytest", *PYTEST, "conformance/test_bits.py", "-k", "cuda")
+
+
+# ---- Never by accident
+
+
+def started(environment: dict[str, str], *lines: str) -> subprocess.CompletedProcess[str]:
+    code = "\n".join(["import ctypes, os", *lines])
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_it_does_not_start_unless_it_is_told_to() -> None:
+    library = build.driver_library()
+    lines = (f"driver = ctypes.CDLL({str(library)!r})", "print(driver.cuInit(0), driver.cuInit(0))")
+    without = {name: value for name, value in os.environ.items() if name != build.CONSENT}
+    no_device = "100 100\n"
+    ended = started(without, *lines)
+    assert ended.stdout == no_device
+    assert f"refuses to start: it is for tests, and {build.CONSENT} is not set" in ended.stderr
+    ended = started({**without, build.CONSENT: "yes"}, *lines)
+    assert ended.stdout == no_device
+    assert 'EMBFORGE_EMULATED_DRIVER="yes" does not describe a device' in ended.stderr
+    assert started({**without, build.CONSENT: build.devices_of("sm_90")}, *lines).stdout == "0 0\n"
+
+
+def test_no_loader_finds_it() -> None:
+    """Even in a process that may use it: its file has another name, and lies where nobody looks."""
+    library = build.driver_library()
+    assert "cuda" not in library.name
+    ended = started(build.environment(), "ctypes.CDLL('libcuda.so.1')")
+    assert ended.returncode != 0
+    assert "libcuda.so.1: cannot open shared object file" in ended.stderr
+
+
+def test_it_is_no_part_of_the_package() -> None:
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert "emulated" not in project

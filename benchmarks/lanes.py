@@ -20,10 +20,11 @@ from torch import Tensor
 from benchmarks.warp_per_bag import count_warp_per_bag
 from embforge.cases import draw_tables
 from embforge.codegen.cli.common import load_spec
+from embforge.codegen.cli.counters import COUNTED_ROWS
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.arch import DEFAULT_ARCH
-from embforge.counters import SECTOR, WARP, KernelCounters, Traffic, total
+from embforge.codegen.targets.arch import DEFAULT_ARCH, WARP
+from embforge.counters import SECTOR, KernelCounters, Traffic, total
 from embforge.counting import count_lookup
 from embforge.inputs import Batch
 from embforge.probes import shrunk
@@ -35,8 +36,6 @@ MARKS = ("<!-- lanes: written by make lanes -->\n", "<!-- end of lanes -->\n")
 
 SPECS = ("dlrm", "mixed")
 WORKLOADS = ("uniform,len=geo:20,batch=256", "uniform,len=geo:20,batch=2048")
-ROWS = 20_000
-"""Rows of a table, at most: enough that lanes of a warp seldom ask for the same row."""
 LIMITS = {"active lanes": 0.75, "load efficiency": 0.95}
 """Least share of a warp's lanes that row loads use; least useful share of sectors, for rows that are whole sectors."""
 
@@ -51,9 +50,9 @@ class Figures:
     whole: Traffic
     """Of those whose rows are a multiple of a sector."""
     by_table: dict[str, Traffic]
-    ids_per_output: float
-    """Sectors of ids loaded for each bag, or row of pooling 'none'."""
-    offsets_per_output: float
+    ids_per_bag: float
+    """Sectors of ids loaded for each bag, whatever its pooling."""
+    offsets_per_bag: float
 
     @property
     def active(self) -> float:
@@ -86,7 +85,7 @@ class Comparison:
 def draw(name: str, workload: str, arch: str = DEFAULT_ARCH, seed: int = 0) -> Drawn:
     """A batch of an example spec, with tables small enough to fill."""
     spec = load_spec(name)
-    small = shrunk(spec, ROWS)
+    small = shrunk(spec, COUNTED_ROWS)
     made = make_batch(small, parse(workload), seed)
     weights = None if made.weights is None else torch.from_numpy(made.weights)
     batch = Batch(torch.from_numpy(made.values), torch.from_numpy(made.offsets), weights, made.size, None)
@@ -97,22 +96,23 @@ def draw(name: str, workload: str, arch: str = DEFAULT_ARCH, seed: int = 0) -> D
 def count_ours(drawn: Drawn) -> Figures:
     """embforge's kernels."""
     everything = count_lookup(drawn.plan, drawn.tables, drawn.batch)[-1]
-    return _figures("embforge", drawn.plan, everything.counters, everything.outputs)
+    return _figures("embforge", drawn, everything.counters)
 
 
 def count_other(drawn: Drawn) -> Figures:
     """One warp a bag."""
-    return _figures("one warp a bag", drawn.plan, *count_warp_per_bag(drawn.plan, drawn.tables, drawn.batch))
+    return _figures("one warp a bag", drawn, count_warp_per_bag(drawn.plan, drawn.tables, drawn.batch))
 
 
-def _figures(mapping: str, plan: Plan, counters: KernelCounters, outputs: int) -> Figures:
+def _figures(mapping: str, drawn: Drawn, counters: KernelCounters) -> Figures:
+    plan, bags = drawn.plan, len(drawn.plan.layout.features) * drawn.batch.batch
     return Figures(
         mapping,
         counters.loaded("rows"),
         counters.rows_of(t.table.name for t in plan.layout.tables if t.row_bytes % SECTOR == 0),
         {t.name: counters.rows_of([t.name]) for t in plan.spec.tables},
-        counters.loaded("ids").sectors / outputs,
-        counters.loaded("offsets").sectors / outputs,
+        counters.loaded("ids").sectors / bags,
+        counters.loaded("offsets").sectors / bags,
     )
 
 
@@ -130,8 +130,8 @@ HEADINGS = (
     "load efficiency",
     "of whole-sector rows",
     "loads without a lane",
-    "id sectors /output",
-    "offset sectors /output",
+    "id sectors /bag",
+    "offset sectors /bag",
 )
 
 
@@ -147,8 +147,8 @@ def summary(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             f"{f.rows.efficiency or 0:.1%}",
             f"{f.efficiency:.1%}",
             f"{idle:.1%}",
-            f"{f.ids_per_output:.2f}",
-            f"{f.offsets_per_output:.2f}",
+            f"{f.ids_per_bag:.2f}",
+            f"{f.offsets_per_bag:.2f}",
         )
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.plan import Plan
 from embforge.codegen.render import render
+from embforge.codegen.targets.arch import WARP
 from embforge.codegen.targets.simt import compile_image
-from embforge.counters import WARP, KernelCounters
+from embforge.counters import KernelCounters
 from embforge.inputs import Batch
 from embforge.launch.simt import kernel_counters, table_region
 from embforge.launch.simt_abi import DONE, Image, Region
@@ -35,8 +36,8 @@ def warp_per_bag_text() -> str:
     return primitives + "\n" + (Path(__file__).parent / "warp_per_bag.cu").read_text("utf-8")
 
 
-def count_warp_per_bag(plan: Plan, tables: Sequence[Tensor], batch: Batch) -> tuple[KernelCounters, int]:
-    """The kernel's counters for a batch, and how many bags it made."""
+def count_warp_per_bag(plan: Plan, tables: Sequence[Tensor], batch: Batch) -> KernelCounters:
+    """The kernel's counters for a batch."""
     placed = plan.layout.tables
     vectors = [largest_power_of_two(t.stride_bytes, LOADS[0]) for t in placed]
     facts = torch.tensor(
@@ -64,4 +65,4 @@ def count_warp_per_bag(plan: Plan, tables: Sequence[Tensor], batch: Batch) -> tu
     status, report, counted = image.launch(KERNEL, (grid, 1, 1), (BLOCK, 1, 1), arguments, regions, count=True)
     if status != DONE or counted is None:
         raise AssertionError(report.message.decode())
-    return kernel_counters(KERNEL, regions, counted), bags
+    return kernel_counters(KERNEL, regions, counted)

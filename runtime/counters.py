@@ -13,13 +13,12 @@ from typing import Any
 
 SECTOR = 32
 """Bytes that global memory moves at least."""
-WARP = 32
 
 TABLE = "table "
 """What the name of a table's region begins with; the table's own name follows."""
 KIND_OF = {
     "values": "ids",
-    "weights": "ids",
+    "weights": "weights",
     "offsets": "offsets",
     "metadata": "metadata",
     "pooled": "outputs",
@@ -29,7 +28,7 @@ KIND_OF = {
     "status": "work",
 }
 KINDS = ("rows", *dict.fromkeys(KIND_OF.values()))
-"""What regions are for: rows of tables; ids and their weights; bag borders; ...; work space of the kernels."""
+"""What regions are for: rows of tables; ids; their weights; bag borders; ...; work space of the kernels."""
 
 
 def kind_of(region: str) -> str:

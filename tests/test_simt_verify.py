@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
 
 from embforge.codegen.build import source_of
 from embforge.codegen.cli.common import load_spec
+from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.arch import DEFAULT_ARCH
 from embforge.launch.simt import SimtForward
+from embforge.pairwise import covering
 from embforge.probes import Probe, few_probes_of
 from embforge.verify import VerifyReport, check_on_simt, distinct, plans_to_verify, verify
 
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
+"""One of each kind: least shared memory, 16-byte loads, hardware fp8, 32-byte loads, fewer threads a multiprocessor."""
 CHUNKS = {"dlrm": 4, "llm_vocab": 1, "mixed": 8}
 """Tests that a spec's plans are divided among, so that workers of pytest-xdist have equal parts."""
 
@@ -28,26 +32,26 @@ def probes(name: str) -> list[Probe]:
     return few_probes_of(load_spec(name), 0, lambda what, done, total: None)
 
 
-def check(plans: list[Plan], name: str, seed: int, thorough: tuple[CudaParams, ...] = (CudaParams(),)) -> None:
-    rows = [tally.row() for tally in check_on_simt(plans, probes(name), seed, thorough)]
+def check(plans: list[Plan], name: str, seed: int) -> None:
+    rows = [tally.row() for tally in check_on_simt(plans, probes(name), seed)]
     assert rows and [row for row in rows if not row.passed] == []
+
+
+def covering_plans(name: str) -> list[Plan]:
+    """Plans in which any two choices of any two fields meet, the architecture and the type of ids among the fields."""
+    choices = {field.name: field.metadata["choices"] for field in fields(CudaParams)}
+    plans = [Plan("forward", "simt", DEFAULT_ARCH, "int64", load_spec(name), CudaParams())]
+    for row in covering(choices | {"id_dtype": ID_DTYPES, "arch": ARCHS}):
+        arch, id_dtype = row.pop("arch"), row.pop("id_dtype")
+        plans.append(Plan("forward", "simt", arch, id_dtype, load_spec(name), CudaParams(**row)))
+    return distinct(plans)
 
 
 @pytest.mark.parametrize(("name", "chunk"), [(name, i) for name, count in CHUNKS.items() for i in range(count)])
 def test_every_pair_of_plan_fields(name: str, chunk: int) -> None:
-    plans = distinct(plans_to_verify(load_spec(name), "simt", DEFAULT_ARCH, None))
-    assert len(plans) > 20
+    plans = covering_plans(name)
+    assert len(plans) > 20 and {plan.arch for plan in plans} == set(ARCHS)
     check(plans[chunk :: CHUNKS[name]], name, chunk)
-
-
-@pytest.mark.parametrize("name", CHUNKS)
-def test_archs_whose_text_differs(name: str) -> None:
-    """sm_75 has the least shared memory, sm_100 loads of 32 bytes."""
-    archs = (DEFAULT_ARCH, "sm_75", "sm_100")
-    plans = [Plan("forward", "simt", arch, "int64", load_spec(name), CudaParams()) for arch in archs]
-    others = distinct(plans)[1:]
-    assert "sm_100" in {plan.arch for plan in others}
-    check(others, name, 100, thorough=())
 
 
 TINY = CollectionSpec(

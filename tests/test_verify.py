@@ -83,6 +83,26 @@ def test_a_wrong_number_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(row.check == "torch.nn.EmbeddingBag mean" and "feature 'mean'" in row.detail for row in failed)
 
 
+class Raising(reference.ReferenceForward):
+    """Takes a batch of seven for a wrong one."""
+
+    def __call__(self, metadata: Any, tables: Any, batch: Any, elements: int, bounds_check: str) -> Any:
+        if batch.batch == 7:
+            raise IndexError("id 5 is not a row")
+        return super().__call__(metadata, tables, batch, elements, bounds_check)
+
+
+def test_an_error_of_a_run_is_a_row_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "kernel_of", lambda text: Raising(module.Program.from_text(text).plan))
+    report = verify(SPEC, on="reference", params=[ReferenceParams()], batch_sizes=(1, 7), threads=(1,))
+    bits = [row for row in report.rows if row.check.startswith("reference bits")]
+    assert not report.passed and all(row.cases and not row.not_run for row in bits)
+    for row in bits:
+        assert row.passed == ("B=7" not in row.check)
+        assert row.passed or row.detail.startswith("IndexError: id 5 is not a row\n  (")
+        assert row.passed or row.max_abs_error == float("inf")
+
+
 def test_progress_is_told() -> None:
     told: list[str] = []
     verify(SPEC, on="reference", batch_sizes=(2,), threads=(1,), progress=lambda what, done, total: told.append(what))

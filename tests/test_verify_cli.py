@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from embforge.codegen.cli.main import main
+from embforge.codegen.errors import KernelBugError
 from embforge.device import facts_of
 from embforge.verify import VerifyReport, VerifyRow
 
@@ -62,6 +67,14 @@ def test_on_simt_with_counters(tiny: str) -> None:
     text = run(*words).stdout
     for expected in ("2 plans for sm_90 on simt", "Counted: zipf:1.05", "0.00 MB", "100.0%", "barriers", "atomics"):
         assert expected in text
+    for what in ("load", "store"):
+        for line in (f"global {what} bytes asked", f"global {what} sectors", f"global {what} efficiency"):
+            assert line in text
+        assert f"mean active lanes, {what}s" in text
+    assert "shared loads" in text and "shared bytes loaded" in text
+    for total, parts in (("all_loads", "loads"), ("all_stores", "stores")):
+        for figure in ("bytes", "sectors", "instructions", "lanes"):
+            assert kernel[total][figure] == sum(kind[figure] for kind in kernel[parts].values()) > 0
     assert not list(Path().glob("embforge-verify*"))
 
 
@@ -83,11 +96,63 @@ def test_another_arch_and_a_report_on_request(tiny: str) -> None:
         (("--on", "cuda", "--counters"), "--counters works with --on simt only"),
         (("--on", "simt", "--arch", "sm_42"), "arch='sm_42' is not known"),
         (("--on", "simt", "--quick", "--counters", "--workload", "sometimes"), "ids='sometimes' is not known"),
-        (("--report", "nowhere/report.json"), "there is no directory nowhere"),
+        (("--on", "simt", "--workload", "uniform,batch=8"), "--workload says what --counters counts"),
+        (("--report", "nowhere/report.json"), "no file can be written to directory nowhere (No such file"),
     ],
 )
 def test_wrong_usage(tiny: str, words: tuple[str, ...], message: str) -> None:
     assert message in run(tiny, *words, code=2).stderr
+
+
+@pytest.mark.parametrize("words", [("--on", "cuda"), ("--quick", "--report", "here.json")])
+def test_a_directory_that_takes_no_file_is_found_before_the_run(
+    tiny: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**more: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("embforge.verify.verify", None)
+    assert "directory . (Read-only file system); give a file elsewhere" in run(tiny, *words, code=2).stderr
+
+
+# ---- Counting comes after the verdict
+
+
+COUNTING = ("--on", "simt", "--quick", "--counters", "--report", "simt.json")
+
+
+@pytest.fixture
+def a_simt(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
+    """`verify` on simt, with these rows; counting finds the bug of FAILED."""
+    rows = [PASSED]
+
+    def count(*words: Any, **more: Any) -> None:
+        assert json.loads(Path("simt.json").read_text())["passed"], "the verdict is not written yet"
+        raise KernelBugError(FAILED.detail)
+
+    monkeypatch.setattr("embforge.verify.verify", lambda spec, **more: VerifyReport("simt", "sm_90", 2, 0, tuple(rows)))
+    monkeypatch.setattr("embforge.codegen.cli.counters.count_spec", count)
+    return rows
+
+
+def test_a_bug_in_the_counted_batch_is_a_check_that_failed(tiny: str, a_simt: list[VerifyRow]) -> None:
+    text = run(tiny, *COUNTING, code=1).stdout
+    assert text.index("2 plans for sm_90") < text.index("counted batch: uniform,len=geo:20,batch=256: kernel k: race")
+    report = json.loads(Path("simt.json").read_text())
+    assert not report["passed"] and [row["passed"] for row in report["checks"]] == [True, False]
+    answer = run_json(tiny, *COUNTING, code=1)
+    assert not answer["passed"] and answer["checks"] == report["checks"] and "counters" not in answer
+
+
+def test_what_failed_is_not_counted(tiny: str, a_simt: list[VerifyRow], monkeypatch: pytest.MonkeyPatch) -> None:
+    a_simt.append(FAILED)
+    monkeypatch.setattr("embforge.codegen.cli.counters.count_spec", None)
+    assert "Not counted, because a check failed." in run(tiny, *COUNTING, code=1).stdout
+    assert not run_json(tiny, *COUNTING, code=1)["passed"]
+
+
+# ---- On a GPU
 
 
 @pytest.fixture
@@ -96,10 +161,9 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
     rows = [PASSED]
 
     def answer(spec: Any, *, on: str, **more: Any) -> VerifyReport:
-        return VerifyReport(on, "sm_90", 38, 0, tuple(rows))
+        return VerifyReport(on, "sm_90", 38, 0, tuple(rows), FACTS)
 
     monkeypatch.setattr("embforge.verify.verify", answer)
-    monkeypatch.setattr("embforge.codegen.cli.verify._device_facts", lambda: FACTS)
     return rows
 
 
@@ -108,9 +172,11 @@ def test_on_cuda_facts_are_shown_and_written_for_an_issue(tiny: str, a_gpu: list
     for expected in ("reference bits: B=1", "38 plans for sm_90 on cuda", "name NVIDIA H100", "multiprocessors 132"):
         assert expected in text
     (file,) = Path().glob("embforge-verify-*.json")
-    assert file.name == "embforge-verify-tiny-cli-cuda-sm_90.json" and f"report: {file}" in text
+    assert re.fullmatch(r"embforge-verify-tiny-cli-cuda-sm_90-\d{8}T\d{6}Z\.json", file.name)
+    assert f"report: {file}" in text
     report = json.loads(file.read_text())
     assert report["passed"] and report["device"] == FACTS and report["plans"] == 38
+    assert datetime.fromisoformat(report["date"]).strftime("%Y%m%dT%H%M%SZ") in file.name
     assert set(report) >= {"date", "spec", "on", "arch", "checks", "system", "packages", "collection"}
 
 
@@ -121,6 +187,28 @@ def test_on_cuda_a_failure_is_written_too(tiny: str, a_gpu: list[VerifyRow]) -> 
     report = json.loads(Path("here.json").read_text())
     assert not report["passed"] and report["checks"][1] == {**vars(FAILED), "max_abs_error": None}
     assert run_json(tiny, "--on", "cuda", code=1)["device"] == FACTS
+
+
+def test_what_a_stopped_gpu_did_not_run_is_said(tiny: str, a_gpu: list[VerifyRow]) -> None:
+    lost = VerifyRow("reference bits: B=3", 0, 0.0, passed=False, not_run=2)
+    a_gpu[:] = [replace(PASSED, not_run=1), FAILED, lost]
+    text = run(tiny, "--on", "cuda", "--report", "here.json", code=1).stdout
+    assert "passed, 1 not run" in text and "A kernel has stopped the device" in text
+    assert [line.split("│")[-2].strip() for line in text.splitlines() if "B=3" in line] == ["not run"]
+    assert json.loads(Path("here.json").read_text())["checks"][2] == vars(lost)
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_results_are_told_even_if_the_report_cannot_be_written(
+    tiny: str, a_gpu: list[VerifyRow], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    def refuse(path: Path, data: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("embforge.codegen.cli.report.write_report", refuse)
+    result = run(tiny, "--on", "cuda", *words, code=3)
+    assert "reference bits: B=1" in result.stdout and "No space left on device" in result.stderr
+    assert not words or json.loads(result.stdout)["passed"]
 
 
 def test_facts_of_a_device() -> None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embforge.codegen.spec import CollectionSpec
+    from embforge.counters import Traffic
     from embforge.counting import CountedKernel
 
 NOTE = (
@@ -65,9 +66,23 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
+
+
+def _of_global_memory(what: str, of: Callable[[CountedKernel], Traffic]) -> dict[str, Callable[[CountedKernel], str]]:
+    """The lines of all loads, or stores, whatever memory they are of."""
+    return {
+        f"global {what} bytes asked": lambda k: _megabytes(of(k).bytes),
+        f"global {what} sectors": lambda k: f"{of(k).sectors:,}",
+        f"global {what} efficiency": lambda k: _share(of(k).efficiency),
+        f"mean active lanes, {what}s": lambda k: _number(of(k).active_lanes),
+    }
+
+
 FIGURES: dict[str, Callable[[CountedKernel], str]] = {
     "outputs": lambda k: f"{k.outputs:,}",
-    "row bytes asked": lambda k: f"{k.counters.loaded('rows').bytes / 1e6:,.2f} MB",
+    "row bytes asked": lambda k: _megabytes(k.counters.loaded("rows").bytes),
     "row sectors": lambda k: f"{k.counters.loaded('rows').sectors:,}",
     "row load efficiency": lambda k: _share(k.counters.loaded("rows").efficiency),
     "  of rows of 32·n bytes": lambda k: _share(k.counters.rows_of(k.whole_sectors).efficiency),
@@ -76,6 +91,11 @@ FIGURES: dict[str, Callable[[CountedKernel], str]] = {
     "id sectors / output": lambda k: _number(k.per_output("ids")),
     "offset sectors / output": lambda k: _number(k.per_output("offsets")),
     "output store efficiency": lambda k: _share(k.counters.stored("outputs").efficiency),
+    **_of_global_memory("load", lambda k: k.counters.all_loads),
+    **_of_global_memory("store", lambda k: k.counters.all_stores),
+    "shared loads": lambda k: f"{k.counters.shared_loads.instructions:,}",
+    "shared bytes loaded": lambda k: _megabytes(k.counters.shared_loads.bytes),
+    "mean active lanes, shared loads": lambda k: _number(k.counters.shared_loads.active_lanes),
     "bank conflicts": lambda k: f"{k.counters.bank_conflicts:,}",
     "barriers": lambda k: f"{k.counters.barriers:,}",
     "atomics": lambda k: f"{k.counters.atomics:,}",

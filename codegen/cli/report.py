@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
+import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +13,32 @@ if TYPE_CHECKING:
     from embforge.verify import VerifyReport
 
 
-def report_name(spec: CollectionSpec, report: VerifyReport) -> str:
-    """The file's name unless the user gives one."""
-    return f"embforge-verify-{spec.name or 'collection'}-{report.on}-{report.arch}.json"
+def why_not_writable(directory: Path) -> str | None:
+    """Why no file can be written there; None if one can. Found out by trying: permissions do not tell all."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
-def report_data(spec: CollectionSpec, report: VerifyReport, device: dict[str, Any] | None) -> dict[str, Any]:
-    """Spec, checks, device and the versions of everything that had a part in it; no path of the machine."""
+def report_name(spec: CollectionSpec, report: VerifyReport, began: datetime) -> str:
+    """The file's name unless the user gives one: another for every run."""
+    return f"embforge-verify-{spec.name or 'collection'}-{report.on}-{report.arch}-{began:%Y%m%dT%H%M%SZ}.json"
+
+
+def report_data(spec: CollectionSpec, report: VerifyReport, began: datetime) -> dict[str, Any]:
+    """Spec, checks, device and the versions of everything that had a part in it; no path of the machine.
+
+    `began` is a time in UTC.
+    """
     from embforge.codegen.cli.env import collect
 
     machine = collect()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": began.isoformat(timespec="seconds"),
         **verdict(spec, report),
-        "device": device,
+        "device": report.device,
         "system": machine["system"],
         "packages": machine["packages"],
         "collection": spec.to_dict(),

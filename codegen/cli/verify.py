@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import click
 from embforge.codegen.cli.common import (
     CHECK_FAILED,
     EXIT_CODES,
+    JSON_ASKED,
     OK,
     console,
     json_option,
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embforge.codegen.spec import CollectionSpec
-    from embforge.verify import VerifyReport
+    from embforge.verify import VerifyReport, VerifyRow
 
 COUNTED_WORKLOAD = "uniform,len=geo:20,batch=256"
 
@@ -44,12 +47,12 @@ COUNTED_WORKLOAD = "uniform,len=geo:20,batch=256"
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of tables, batches, schedules.")
 @click.option("--arch", help="With --on simt: the GPU whose kernels run, sm_75 .. sm_120.  [default: sm_90]")
 @click.option("--counters", is_flag=True, help="With --on simt: count what memory instructions cost, kernel by kernel.")
-@click.option("--workload", default=COUNTED_WORKLOAD, show_default=True, help="The batch that --counters counts.")
+@click.option("--workload", help=f"The batch that --counters counts.  [default: {COUNTED_WORKLOAD}]")
 @click.option(
     "--report",
     "report_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File for results and facts about the machine.  [default with --on cuda: embforge-verify-....json]",
+    help="File for results and facts about the machine.  [default with --on cuda: embforge-verify-...-DATE.json]",
 )
 @param_option
 @json_option
@@ -62,7 +65,7 @@ def verify(
     seed: int,
     arch: str | None,
     counters: bool,
-    workload: str,
+    workload: str | None,
     report_path: Path | None,
     overrides: Sequence[str],
     as_json: bool,
@@ -74,52 +77,93 @@ def verify(
 
     --on simt needs no GPU: the text that NVRTC compiles runs thread by thread under shuffled schedules, and races,
     accesses out of bounds, reads of what nobody wrote and barriers that not all threads reach are failures.
-    --on cuda writes a report file: please attach it to an issue, whatever it says.
+    --on cuda writes a report file, also if kernels fail: please attach it to an issue, whatever it says.
     """
-    from embforge.codegen.cli.counters import NOTE, count_spec, counter_table
-    from embforge.codegen.cli.report import report_data, report_name, verdict, write_report
+    from embforge.codegen.cli.report import report_data, report_name, verdict, why_not_writable, write_report
     from embforge.tuner.workload import parse
     from embforge.verify import verify as run_checks
 
     if on != "simt" and (arch or counters):
         raise click.UsageError(f"{'--arch' if arch else '--counters'} works with --on simt only", ctx)
-    if report_path is not None and not report_path.parent.is_dir():
-        raise click.UsageError(f"--report {report_path}: there is no directory {report_path.parent}", ctx)
+    if workload is not None and not counters:
+        raise click.UsageError("--workload says what --counters counts, and works with it only", ctx)
+    workload = workload or COUNTED_WORKLOAD
     if counters:
         parse(workload)  # a mistake in it shows before the long work
+    if on == "cuda" or report_path is not None:
+        directory = report_path.parent if report_path is not None else Path()
+        if (reason := why_not_writable(directory)) is not None:
+            raise click.UsageError(
+                f"--report: no file can be written to directory {directory} ({reason}); give a file elsewhere", ctx
+            )
+    began = datetime.now(UTC)
     params = params_of(on, overrides) if quick or overrides else None
     with stage_bar() as tell:
         report = run_checks(spec, on=on, arch=arch, params=params and [params], seed=seed, progress=tell)
-    device = _device_facts() if on == "cuda" else None
-    data = verdict(spec, report) | ({"device": device} if device else {})
-    counted = None
-    if counters:
-        with waiting("counting"):
-            counted = count_spec(spec, arch=arch, params=params, workload=workload, seed=seed)
-        data["counters"] = counted | {"kernels": [kernel.to_json() for kernel in counted["kernels"]]}
-    if on == "cuda" or report_path is not None:
-        report_path = report_path or Path(report_name(spec, report))
-        write_report(report_path, report_data(spec, report, device) | {"counters": data.get("counters")})
-        data["report"] = str(report_path)
-    if as_json:
-        print_json(data)
-    else:
-        screen = console()
-        screen.print(check_table(report.rows))
-        for line in notes_of(report, device):
-            screen.print(line, soft_wrap=True, markup=False)
-        for row in report.rows:
-            if not row.passed:
-                screen.print(f"{row.check}: {row.detail}", style="red", soft_wrap=True, markup=False)
-        if counted is not None:
-            screen.print(counter_table(counted))
-            screen.print(NOTE, soft_wrap=True, markup=False)
+    if on == "cuda":
+        report_path = report_path or Path(report_name(spec, report, began))
+    if not as_json:
+        print_checks(report)
+    data: dict[str, Any] = {}
+    if counters and report.passed:
         if report_path is not None:
-            screen.print(f"report: {report_path}", soft_wrap=True, markup=False)
+            write_report(report_path, report_data(spec, report, began))  # counting is long
+        report, data = count(spec, report, arch=arch, params=params, workload=workload, seed=seed, as_json=as_json)
+    elif counters and not as_json:
+        console().print("Not counted, because a check failed.")
+    if as_json:
+        facts = {"device": report.device} if report.device else {}
+        print_json(verdict(spec, report) | facts | data | ({"report": str(report_path)} if report_path else {}))
+        ctx.meta[JSON_ASKED] = False  # what may still go wrong is no second document
+    if report_path is not None:
+        write_report(report_path, report_data(spec, report, began) | data)
+        if not as_json:
+            console().print(f"report: {report_path}", soft_wrap=True, markup=False)
     ctx.exit(OK if report.passed else CHECK_FAILED)
 
 
-def check_table(rows: Sequence[Any]) -> Table:
+def count(
+    spec: CollectionSpec, report: VerifyReport, *, workload: str, as_json: bool, **which: Any
+) -> tuple[VerifyReport, dict[str, Any]]:
+    """Counts, prints the table unless it will be JSON, and returns what a document has of it.
+
+    A bug that shows only in the counted batch is one more row of the report, which did not pass.
+    """
+    from embforge.codegen.cli.counters import NOTE, count_spec, counter_table
+    from embforge.codegen.errors import KernelBugError
+    from embforge.verify import VerifyRow
+
+    try:
+        with waiting("counting"):
+            counted = count_spec(spec, workload=workload, **which)
+    except KernelBugError as bug:
+        row = VerifyRow(f"counted batch: {workload}", 1, float("inf"), passed=False, detail=str(bug))
+        if not as_json:
+            print_failures([row])
+        return replace(report, rows=(*report.rows, row)), {}
+    if not as_json:
+        console().print(counter_table(counted))
+        console().print(NOTE, soft_wrap=True, markup=False)
+    return report, {"counters": counted | {"kernels": [kernel.to_json() for kernel in counted["kernels"]]}}
+
+
+def print_checks(report: VerifyReport) -> None:
+    """The table, what it does not say, and what went wrong."""
+    screen = console()
+    screen.print(check_table(report.rows))
+    for line in notes_of(report):
+        screen.print(line, soft_wrap=True, markup=False)
+    print_failures(report.rows)
+
+
+def print_failures(rows: Sequence[VerifyRow]) -> None:
+    """A paragraph for each row that has something to tell."""
+    for row in rows:
+        if row.detail:
+            console().print(f"{row.check}: {row.detail}", style="red", soft_wrap=True, markup=False)
+
+
+def check_table(rows: Sequence[VerifyRow]) -> Table:
     """A line a check."""
     from rich.table import Table
 
@@ -127,24 +171,24 @@ def check_table(rows: Sequence[Any]) -> Table:
     for heading in ("runs", "largest difference", "result"):
         table.add_column(heading, justify="right")
     for row in rows:
-        verdict = "[green]passed[/]" if row.passed else "[red]FAILED[/]"
-        table.add_row(row.check, str(row.cases), f"{row.max_abs_error:.2g}", verdict)
+        table.add_row(row.check, str(row.cases), f"{row.max_abs_error:.2g}", _result(row))
     return table
 
 
-def notes_of(report: VerifyReport, device: dict[str, Any] | None) -> list[str]:
-    """What the table does not say: how many plans ran, and on what."""
+def _result(row: VerifyRow) -> str:
+    if not row.cases:
+        return "[red]not run[/]"
+    result = "[green]passed[/]" if row.passed else "[red]FAILED[/]"
+    return f"{result}, {row.not_run} not run" if row.not_run else result
+
+
+def notes_of(report: VerifyReport) -> list[str]:
+    """What the table does not say: how many plans ran, on what, and why not all did."""
     plans = "1 plan" if report.plans == 1 else f"{report.plans} plans"
     left_out = f"; {report.left_out} more have the same code" if report.left_out else ""
     notes = [f"{plans} for {report.arch} on {report.on}{left_out}"]
-    if device is not None:
-        notes.append(", ".join(f"{label} {value}" for label, value in device.items() if value is not None))
+    if report.device is not None:
+        notes.append(", ".join(f"{label} {value}" for label, value in report.device.items() if value is not None))
+    if any(row.not_run for row in report.rows):
+        notes.append("A kernel has stopped the device for this process: what would have come next was not run.")
     return notes
-
-
-def _device_facts() -> dict[str, Any]:
-    import torch
-
-    from embforge.device import gpu_facts
-
-    return gpu_facts(torch.device("cuda", torch.cuda.current_device()))

@@ -8,6 +8,7 @@ compiled once and kept in the cache.
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 
 from embforge.codegen import cache
 from embforge.codegen.errors import CompileError, ToolchainError
-from embforge.codegen.machine import Compiler, cuda_headers, find_compiler, package_version
+from embforge.codegen.machine import HEADER_PACKAGES, Compiler, cuda_headers, find_compiler, package_version
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets import Target
 from embforge.codegen.targets.arch import DEFAULT_ARCH
@@ -31,6 +32,8 @@ from embforge.codegen.targets.simt_image import image_source
 SYSTEMS = ("linux",)
 PROCESSORS = ("x86_64", "aarch64")
 """What the executor's fibres are written for."""
+OLDEST_GCC = 11
+"""The first that tells volatile accesses from others: tsan-distinguish-volatile."""
 
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing")
 RUNTIME_FLAGS = (*COMMON, "-O2")
@@ -101,6 +104,12 @@ def _compiler() -> Compiler:
             f"target simt needs g++, whose checks it is built on, and found {compiler.version}; install g++, or set "
             "CXX=g++ if it is installed"
         )
+    number = re.search(r"\)\s+(\d+)\.", compiler.version)  # g++ (whose) 12.2.0
+    if number and int(number[1]) < OLDEST_GCC:
+        raise ToolchainError(
+            f"target simt needs g++ {OLDEST_GCC} or newer, and found {compiler.version}; install a newer one, or set "
+            "CXX to one that is installed"
+        )
     return compiler
 
 
@@ -145,7 +154,7 @@ def _runtime_fields(compiler: Compiler) -> dict[str, str]:
         "compiler": compiler.version,
         "machine": platform.machine(),
         "runtime_flags": " ".join([*compiler.command[1:], *RUNTIME_FLAGS]),
-        "headers": package_version("nvidia-cuda-runtime") or package_version("nvidia-cuda-runtime-cu12") or "",
+        "headers": next(filter(None, map(package_version, HEADER_PACKAGES)), ""),
         "executor": cache.key_of(sources),
     }
 

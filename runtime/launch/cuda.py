@@ -57,31 +57,32 @@ class _Message:
 class _Watch:
     """The status words of the calls on one device with one bounds mode, and a copy of them under way.
 
-    Threads share it: the lock makes one of them send a copy, and one of them receive it.
+    Threads share it. Who holds the lock launches and sends, or receives and wipes: so no copy of words that are about
+    to be wiped is sent, and no kernel is launched whose words would be wiped unread.
     """
 
     status: Tensor
-    message: _Message | None = None
     lock: Lock = field(default_factory=Lock)
+    _message: _Message | None = None
 
     def send(self) -> None:
         """Starts a copy behind the current stream's work, unless one is under way: else a busy GPU never tells."""
-        with self.lock:
-            if self.message is None:
-                self.message = _Message(self.status)
+        if self._message is None:
+            self._message = _Message(self.status)
 
     def received(self) -> list[int] | None:
         """The words of a copy, if one has arrived."""
-        with self.lock:
-            if self.message is None or not self.message.arrived():
-                return None
-            words, self.message = self.message.words(), None
-            return words
+        if self._message is None or not self._message.arrived():
+            return None
+        words, self._message = self._message.words(), None
+        return words
 
-    def forget(self) -> None:
-        """Whatever is under way is old news."""
-        with self.lock:
-            self.message = None
+    def wipe(self) -> None:
+        """A clean slate for the next call. Waits for the device, the current one: no kernel may write to it now."""
+        torch.cuda.synchronize(self.status.device)
+        self.status.zero_()
+        torch.cuda.current_stream(self.status.device).synchronize()
+        self._message = None  # old news
 
 
 class CudaForward:
@@ -119,12 +120,13 @@ class CudaForward:
             if capturing and not self._is_ready(device, bounds_check, call.work):
                 raise RuntimeError(FIRST_CALL)
             watch = self._watch(device, bounds_check)
-            words = None if capturing else watch.received()
-            if words is not None:
-                self._settle(device, watch, words, bounds_check)
-            self._launch(device, call.work, [_packed(value) for value in call.arguments(watch.status)])
-            if not capturing:
-                watch.send()
+            with watch.lock:
+                words = None if capturing else watch.received()
+                if words is not None:
+                    self._settle(watch, words, bounds_check)
+                self._launch(device, call.work, [_packed(value) for value in call.arguments(watch.status)])
+                if not capturing:
+                    watch.send()
         return call.pooled, call.sequence
 
     def check(self) -> None:
@@ -133,10 +135,9 @@ class CudaForward:
         ValueError for bad offsets and for too long `concat` bags, IndexError for a bad id where bounds are checked.
         """
         for (device, bounds_check), watch in list(self._watches.items()):
-            with torch.cuda.device(device):
+            with torch.cuda.device(device), watch.lock:
                 torch.cuda.synchronize(device)
-                watch.forget()
-                self._settle(device, watch, watch.status.tolist(), bounds_check)
+                self._settle(watch, watch.status.tolist(), bounds_check)
 
     def _launch(self, device: torch.device, work: ForwardLaunch, arguments: list[Any]) -> None:
         if not work.kernels:
@@ -150,7 +151,7 @@ class CudaForward:
             except Exception as error:  # cuda.core's CUDAError is not public; anything else is told by its own message
                 if type(error).__name__ != "CUDAError":
                     raise
-                raise driver_error(error, self.plan, kernel, device) from error
+                raise driver_error(str(error), self.plan, kernel, device) from error
 
     def _is_ready(self, device: torch.device, bounds_check: str, work: ForwardLaunch) -> bool:
         """Whether a launch needs nothing new: no memory that outlives it, no kernel to load."""
@@ -163,22 +164,19 @@ class CudaForward:
         if key not in self._kernels:
             found = self._code.get_kernel(kernel.symbol)
             if kernel.opts_in:
-                self._opt_in(found, kernel)
+                self._opt_in(found, kernel, device)
             self._kernels[key] = found
         return self._kernels[key]
 
-    def _opt_in(self, found: Any, kernel: KernelLaunch) -> None:
-        """Asks the driver for the shared memory of a kernel's blocks on the current device."""
+    def _opt_in(self, found: Any, kernel: KernelLaunch, device: torch.device) -> None:
+        """Asks the driver for the shared memory of a kernel's blocks on the current device, which is `device`."""
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         ordinal = self._core.Device().device_id
         (error,) = driver.cuKernelSetAttribute(attribute, kernel.shared, found.handle, ordinal)
         if int(error) != 0:
-            raise ToolchainError(
-                f"device {ordinal} does not give a block of {kernel.symbol} its {kernel.shared} bytes of shared memory "
-                f"({error}), which {self.plan.arch} has; update the driver, or use a plan with a smaller block"
-            )
+            raise driver_error(f"{error.name}: from cuKernelSetAttribute", self.plan, kernel, device)
 
     def _watch(self, device: torch.device, bounds_check: str) -> _Watch:
         key = (device, bounds_check)
@@ -188,15 +186,12 @@ class CudaForward:
             self._watches.setdefault(key, _Watch(status))  # another thread's may be there by now, and in use
         return self._watches[key]
 
-    def _settle(self, device: torch.device, watch: _Watch, words: list[int], bounds_check: str) -> None:
-        """Raises the mistake that the words tell of, once: the next call starts with a clean slate."""
+    def _settle(self, watch: _Watch, words: list[int], bounds_check: str) -> None:
+        """Raises the mistake that the words tell of, once."""
         error = mistake(self.plan.spec, words, bounds_check)
-        if error is None:
-            return
-        torch.cuda.synchronize(device)  # no kernel writes to the slate while it is wiped, whatever stream it is on
-        watch.status.zero_()
-        torch.cuda.current_stream(device).synchronize()
-        raise error
+        if error is not None:
+            watch.wipe()
+            raise error
 
 
 def _packed(value: Value) -> Any:

@@ -23,18 +23,13 @@ def mistake(spec: CollectionSpec, words: list[int], bounds_check: str) -> Except
     return None
 
 
-def driver_error(error: Exception, plan: Plan, kernel: KernelLaunch, device: torch.device) -> LaunchError:
-    """What an error of cuda.core means for a kernel's launch: what failed, which, why and what to do."""
-    name = str(error).split(":")[0]
-    why = {
-        "CUDA_ERROR_NO_BINARY_FOR_GPU": _wrong_arch,
-        "CUDA_ERROR_INVALID_IMAGE": _unreadable,
-        "CUDA_ERROR_NOT_FOUND": _unreadable,
-        "CUDA_ERROR_OUT_OF_MEMORY": _no_memory,
-        "CUDA_ERROR_INVALID_VALUE": _refused,
-        "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": _refused,
-    }.get(name, _earlier)
-    return LaunchError(f"{kernel.symbol} on {device}: {why(plan, kernel, device)} ({error})")
+def driver_error(said: str, plan: Plan, kernel: KernelLaunch, device: torch.device) -> LaunchError:
+    """What an error of the driver means for a kernel's launch: what failed, which, why and what to do.
+
+    `said` begins with the driver's name for it, `CUDA_ERROR_...:`.
+    """
+    why = REASONS.get(said.split(":")[0], _unexpected)
+    return LaunchError(f"{kernel.symbol} on {device}: {why(plan, kernel, device)} ({said})")
 
 
 def _wrong_arch(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
@@ -68,6 +63,36 @@ def _earlier(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
         "some kernel on this device went wrong earlier, maybe not this one, and nothing works there until the process "
         "ends; CUDA_LAUNCH_BLOCKING=1 finds out which, and backend='simt' checks ours access by access"
     )
+
+
+def _unexpected(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+    return (
+        "the driver refused to load or launch the kernel; `embforge env` shows the driver's version and what may not "
+        "fit it, and `embforge verify SPEC --on cuda` whether other kernels run"
+    )
+
+
+REASONS: dict[str, Callable[[Plan, KernelLaunch, torch.device], str]] = {
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": _wrong_arch,
+    "CUDA_ERROR_INVALID_IMAGE": _unreadable,
+    "CUDA_ERROR_NOT_FOUND": _unreadable,
+    "CUDA_ERROR_OUT_OF_MEMORY": _no_memory,
+    "CUDA_ERROR_INVALID_VALUE": _refused,
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": _refused,
+    # Those after which, by cuda.h, a process can do nothing more with the device.
+    "CUDA_ERROR_ECC_UNCORRECTABLE": _earlier,
+    "CUDA_ERROR_CONTAINED": _earlier,
+    "CUDA_ERROR_ILLEGAL_ADDRESS": _earlier,
+    "CUDA_ERROR_LAUNCH_TIMEOUT": _earlier,
+    "CUDA_ERROR_ASSERT": _earlier,
+    "CUDA_ERROR_HARDWARE_STACK_ERROR": _earlier,
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION": _earlier,
+    "CUDA_ERROR_MISALIGNED_ADDRESS": _earlier,
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE": _earlier,
+    "CUDA_ERROR_INVALID_PC": _earlier,
+    "CUDA_ERROR_LAUNCH_FAILED": _earlier,
+}
+"""Why the driver says so, by its name for the error."""
 
 
 def _records(words: list[int]) -> list[dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,21 +37,33 @@ class ForwardCall(NamedTuple):
         return [given[argument.name] for argument in arguments_of("cuda")]
 
 
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def forward_call(
-    plan: Plan, shape: LaunchShape, metadata: Metadata, batch: Batch, sequence_elements: int
+    plan: Plan,
+    shape: LaunchShape,
+    metadata: Metadata,
+    batch: Batch,
+    sequence_elements: int,
+    empty: Callable[[Sequence[int], torch.dtype, torch.device], Tensor] = _empty,
 ) -> ForwardCall:
-    """The call of a batch on its device, results not initialised. ValueError for a batch that no launch can hold."""
+    """The call of a batch on its device, results not initialised. ValueError for a batch that no launch can hold.
+
+    `empty` makes a tensor of that shape, dtype and device for results and work space.
+    """
     values, offsets, weights, size, _ = batch
     device, dtype = values.device, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
     if size == 0 and values.numel():
         raise ValueError(f"offsets: values has {values.numel()} ids, offsets has no bag for them; both must agree")
     work = _launch_of(shape, size, values.numel())
-    pooled = torch.empty(size, plan.layout.output_width, dtype=dtype, device=device)
+    pooled = empty((size, plan.layout.output_width), dtype, device)
     has_sequence = bool(plan.layout.sequence_features)
-    sequence = torch.empty(sequence_elements, dtype=dtype, device=device) if has_sequence else None
-    queue = torch.empty(work.queue_words, dtype=torch.int64, device=device)
+    sequence = empty((sequence_elements,), dtype, device) if has_sequence else None
+    queue = empty((work.queue_words,), torch.int64, device)
     queue[:QUEUE_COUNTERS].zero_()
-    scratch = torch.empty(work.scratch_floats, dtype=torch.float32, device=device)
+    scratch = empty((work.scratch_floats,), torch.float32, device)
     given: dict[str, Value] = {
         "metadata": metadata.words,
         "values": values,

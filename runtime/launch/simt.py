@@ -19,12 +19,14 @@ from torch import Tensor
 from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
+from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of
+from embforge.codegen.targets.arch import arch_named
 from embforge.codegen.targets.cuda_launch import QUEUE_COUNTERS, KernelLaunch, shape_of, status_size
 from embforge.codegen.targets.simt import twin_of
 from embforge.counters import SINGLE, TABLE, KernelCounters, Traffic
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.forward_call import ForwardCall, Value, forward_call
+from embforge.launch.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import Metadata
 from embforge.launch.simt_abi import BUG, DONE, Counted, Region, SimtTraffic, load_image
 from embforge.launch.simt_report import bug_of
@@ -35,6 +37,8 @@ READ_ONLY = ("metadata", "values", "offsets", "weights")
 WRITTEN = ("pooled", "sequence", "scratch", "queue")
 """Whose bytes nobody may read before they are written; results must be written whole."""
 MOST_SEEDS = 2**64
+MOST_COPIED = 4 << 20
+"""Bytes of a table that is copied to where nothing lies near it; larger ones are read where they are."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,19 @@ class SimtForward:
     ) -> SimtRun:
         """One call under these options.
 
+        Results, work space, and copies of the batch and of tables up to `MOST_COPIED` lie so far apart that an
+        overrun of up to `guarded.GUARD` bytes meets nothing. Larger tables stay where they are: an overrun of one of
+        these is caught unless another of them happens to lie there.
+
         Raises what `raise_bad_input` raises, as the CPU backend does; `KernelBugError` for what a kernel does wrong,
         results that it never wrote included.
         """
-        call = forward_call(self.plan, self._shape, metadata, batch, sequence_elements)
-        status = torch.zeros(status_size(), dtype=torch.int64)
-        memory = _Memory(self.plan, call, tables, status)
+        placed = [guarded_copy(rows) if spanned_bytes(rows) <= MOST_COPIED else rows for rows in tables]
+        call = forward_call(
+            self.plan, self._shape, _moved(metadata, tables, placed), _copied(batch), sequence_elements, guarded_empty
+        )
+        status = guarded_empty((status_size(),), torch.int64, batch.values.device).zero_()
+        memory = _Memory(self.plan, call, placed, status)
         arguments = [ctypes.c_uint64(_word(value)) for value in call.arguments(status)]
         try:
             counters = [self._launch(kernel, arguments, memory, options) for kernel in call.work.kernels]
@@ -111,6 +122,13 @@ class SimtForward:
     def _launch(
         self, kernel: KernelLaunch, arguments: list[ctypes.c_uint64], memory: _Memory, options: SimtOptions
     ) -> KernelCounters | None:
+        shared = kernel.shared + self._image.kernels[kernel.symbol].static_shared
+        allowed = arch_named(self.plan.arch).most_shared
+        if shared > allowed:
+            raise KernelBugError(
+                f"kernel {kernel.symbol} cannot be launched: a block takes {shared} bytes of shared memory; allowed on "
+                f"{self.plan.arch}: {allowed}"
+            )
         status, report, counted = self._image.launch(
             kernel.symbol,
             (kernel.grid, 1, 1),
@@ -189,19 +207,30 @@ def _region(name: str, tensor: Tensor, *, writable: bool = False, defined: int =
 
 def table_region(name: str, rows: Tensor) -> Region:
     """Rows with the gaps between them, and the gap behind the last as far as there is memory for it."""
-    whole = int(rows.shape[0] * rows.stride(0) * rows.element_size())
-    behind = int(rows.untyped_storage().nbytes() - rows.storage_offset() * rows.element_size())
-    return Region(f"{TABLE}{name}", rows.data_ptr(), min(whole, behind))
+    return Region(f"{TABLE}{name}", rows.data_ptr(), spanned_bytes(rows))
+
+
+def _moved(metadata: Metadata, tables: Sequence[Tensor], placed: Sequence[Tensor]) -> Metadata:
+    """The metadata for kernels that find tables elsewhere. What it says wrongly of an address stays wrong."""
+    words = guarded_copy(metadata.words)
+    distances = [there.data_ptr() - here.data_ptr() for here, there in zip(tables, placed, strict=True)]
+    words[:, METADATA_WORDS.index("address")] += torch.tensor(distances, dtype=torch.int64, device="cpu")
+    return Metadata(words, words.data_ptr())
+
+
+def _copied(batch: Batch) -> Batch:
+    weights = None if batch.weights is None else guarded_copy(batch.weights)
+    return batch._replace(values=guarded_copy(batch.values), offsets=guarded_copy(batch.offsets), weights=weights)
 
 
 def _apart(regions: list[Region]) -> list[Region]:
-    """Regions that overlap as one, under the name of the first: tables and arguments may be views of one tensor."""
+    """Regions that overlap as one, under the names of all: tables may be views of one tensor."""
     merged: list[Region] = []
     for region in sorted(regions, key=lambda r: r.begin):
         last = merged[-1] if merged else None
         if last is not None and region.begin < last.begin + last.bytes:
             end = max(last.begin + last.bytes, region.begin + region.bytes)
-            merged[-1] = Region(last.name, last.begin, end - last.begin)
+            merged[-1] = Region(f"{last.name}/{region.name.removeprefix(TABLE)}", last.begin, end - last.begin)
         else:
             merged.append(region)
     return merged

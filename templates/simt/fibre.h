@@ -83,8 +83,12 @@ inline char* allocate_stacks(size_t count) {
     void* memory =
         mmap(nullptr, count * each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return nullptr;
-    for (size_t i = 0; i < count; ++i)
-        if (mprotect(static_cast<char*>(memory) + i * each, page, PROT_NONE)) return nullptr;
+    for (size_t i = 0; i < count; ++i) {
+        if (mprotect(static_cast<char*>(memory) + i * each, page, PROT_NONE)) {
+            munmap(memory, count * each);
+            return nullptr;
+        }
+    }
     return static_cast<char*>(memory);
 }
 

@@ -17,13 +17,13 @@
 namespace simt {
 
 constexpr uint32_t LANES = 32, MOST_THREADS = 1024, MOST_CALLS = 48;
-constexpr uint32_t MOST_SHARED = 227 * 1024;
+constexpr uint32_t MOST_SHARED = 227 * 1024;  // of any architecture; who launches knows what the image's own has
 // Steps of a warp in lockstep in which some lane waits or ends, mostly; and fewer once it was seen to spin.
 constexpr uint32_t PATIENCE = 1 << 16, LITTLE_PATIENCE = 1 << 6;
 constexpr uint32_t MOST_STATIC_SHARED = 48 * 1024;
 
 // Basic blocks that a block may run for each of its threads (few threads: together): seconds, whatever it waits for.
-constexpr uint64_t MOST_STEPS = uint64_t{1} << 20, MOST_STEPS_OF_FEW = uint64_t{1} << 27;
+constexpr uint64_t MOST_STEPS = uint64_t{1} << 20, MOST_STEPS_OF_FEW = uint64_t{1} << 25;
 constexpr uint64_t MOST_STEPS_IN_LOCKSTEP = uint64_t{1} << 17, MOST_STEPS_OF_FEW_IN_LOCKSTEP = uint64_t{1} << 23;
 
 enum class State : uint8_t { READY, AT_BARRIER, AT_WARP_OP, HALTED, EXITED };

@@ -18,7 +18,7 @@
 
 extern "C" const char __start_simt_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" const char __stop_simt_shared[] __attribute__((weak, visibility("hidden")));
-extern "C" const char simt_image_arch[];  // defined by the image, see image.cpp.j2
+extern "C" const char simt_image_arch[];  // by codegen/targets/simt_image.py
 
 namespace simt {
 

@@ -21,6 +21,8 @@ LINKED = ("-fvisibility=hidden", "-Wl,-z,defs", "-Wl,-soname,libcuda.so.1")
 
 CONSENT = "EMBFORGE_EMULATED_DRIVER"
 """Describes the devices. The driver starts only where it is set."""
+SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
+"""Of a real driver: where one of these files is, ours refuses to start."""
 LIBRARY = "EMBFORGE_EMULATED_LIBRARY"
 """Path of the library, for `__main__`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,3 +101,27 @@ def _given(drawn: Drawn, seed: int, device: torch.device, special: bool) -> Give
         Batch(values, borders, weights, size, None),
         rows * 5,
     )
+
+
+def with_batch(here: Given, **changes: Tensor) -> Given:
+    """The same, with some of the batch replaced on the device."""
+    device = here.batch.values.device
+    batch = here.batch._replace(**{name: tensor.to(device) for name, tensor in changes.items()})
+    return replace(here, batch=batch)
+
+
+def bad_id(value: int = 77, device: torch.device = DEVICE) -> Given:
+    """An id that table 'b' does not have, of the second feature."""
+    here = given(Case(4, "one"), device=device)
+    values = here.drawn.values.clone()
+    values[5] = value
+    return with_batch(here, values=values)
+
+
+BAD_ID = r"feature 'mean': id 77 of sample 1, position 0 is not a row of table 'b'; allowed: 0 to 49"
+"""What is said of it."""
+
+
+def untouched(tensor: Any) -> bool:
+    """Whether nobody has written to fresh device memory yet."""
+    return bool((tensor.inner.view(torch.uint8) == 0xEB).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,6 +14,7 @@ from cuda.bindings import driver
 
 from embforge.codegen.targets.simt import compile_image
 from emulated_driver import control
+from emulated_driver.build import SIGNS
 from emulated_driver.control import DriverError, driver_call
 
 TEXT = """
@@ -348,11 +350,13 @@ def test_memory_that_nobody_wrote_is_not_to_be_read(device: core.Device, kernels
 # ---- Never by accident
 
 
-def test_it_refuses_where_a_real_driver_is(tmp_path: Any) -> None:
+@pytest.mark.parametrize("sign", SIGNS)
+def test_it_refuses_where_a_real_driver_is(tmp_path: Path, sign: str) -> None:
     assert control.load().emulated_refusal(bytes(tmp_path)) is None
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidiactl").touch()
-    assert b"/dev/nvidiactl exists" in control.load().emulated_refusal(bytes(tmp_path))
+    file = tmp_path / sign.removeprefix("/")
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert f"{sign} exists".encode() in control.load().emulated_refusal(bytes(tmp_path))
 
 
 def test_entry_points_that_are_missing_are_not_there() -> None:

@@ -19,7 +19,9 @@ import pytest
 
 import embforge.launch
 
-CHECKS = Path(__file__).parent / "check_launch.py"
+HERE = Path(__file__).parent
+CHECKS = tuple(HERE / f"check_{part}.py" for part in ("launch", "bad_input", "refusals"))
+"""All that the launcher is checked by."""
 LAUNCH = Path(embforge.launch.__file__).parent
 PYTEST = (
     "-x",
@@ -52,9 +54,9 @@ class Mutant(NamedTuple):
 
 
 def mutants() -> list[Mutant]:
-    """Those of mutants.toml."""
-    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    return [Mutant(**fields) for fields in tomllib.loads(text)["mutant"]]
+    """Those of mutants_*.toml."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("mutants_*.toml"))]
+    return [Mutant(**fields) for text in texts for fields in tomllib.loads(text)["mutant"]]
 
 
 def mutate(mutant: Mutant) -> None:
@@ -99,7 +101,13 @@ def _checked(mutant: Mutant | None, check: str, log: int) -> int:
     except BaseException:
         traceback.print_exc()
         return BROKEN
-    return int(pytest.main([*PYTEST, f"{CHECKS}::{check}" if check else str(CHECKS)]))
+    return int(pytest.main([*PYTEST, *([_place(check)] if check else map(str, CHECKS))]))
+
+
+def _place(check: str) -> str:
+    """What pytest calls it."""
+    (path,) = (path for path in CHECKS if f"def {check}(" in path.read_text(encoding="utf-8"))
+    return f"{path}::{check}"
 
 
 def main(words: list[str]) -> int:

@@ -14,6 +14,7 @@ import pytest
 from embforge.codegen import build
 from embforge.codegen.plan import Plan
 from emulated_driver import control
+from emulated_driver.cases import PLAN, image
 from emulated_driver.torch_device import emulated
 
 
@@ -27,6 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     stack.enter_context(emulated())
     stack.enter_context(mock.patch("embforge.launch.kernels.build", _build_image))
     config.add_cleanup(stack.close)
+
+
+@pytest.fixture
+def forward() -> Any:
+    """A launcher that nobody has used yet."""
+    from embforge.launch.cuda import CudaForward  # now: mutants.py may have put another one there
+
+    return CudaForward(PLAN, image())
 
 
 @pytest.fixture(autouse=True)

@@ -49,13 +49,74 @@ def mixed() -> CollectionSpec:
     return CollectionSpec.from_toml(ROOT / "examples/specs/mixed.toml")
 
 
-def test_inline_ptx_and_vector_types_are_in_the_primitives_alone() -> None:
-    for arch in ARCHS:
-        text = source_of(plan_of(mixed(), arch))
-        head, rest = text.split("// ==== primitives", 1)
-        primitives, rest = rest.split("// ==== end of primitives", 1)
+PRIMITIVES = {
+    "load_row": "ld.global.nc",
+    "read_only": "__ldg(",
+    "half_to_float": "cvt.f32.f16",
+    "fp8_to_halves": "cvt.rn.f16x2.e4m3x2",
+    "float_to_half": "cvt.rn.f16.f32",
+    "float_to_bf16": "cvt.rn.bf16.f32",
+    "unhoisted": 'asm volatile("" :',
+    "dynamic_shared": "extern __shared__",
+}
+"""All that no host compiler takes, by the name of the function: what is in it that only a GPU understands."""
+FUNCTION = re.compile(r"__device__ __forceinline__ [\w&<>]+ (\w+)\(([^{]*)\) \{(.*?)\}$", re.MULTILINE | re.DOTALL)
+
+
+def primitives_and_rest(plan: Plan) -> tuple[str, str]:
+    head, rest = source_of(plan).split("// ==== primitives", 1)
+    primitives, rest = rest.split("// ==== end of primitives", 1)
+    return primitives, head + rest
+
+
+def narrow_and_mixed(arch: str) -> list[Plan]:
+    """Plans with every table type and every output type."""
+    return [plan_of(replace(mixed(), output_dtype=dtype), arch) for dtype in ("fp32", "fp16", "bf16")]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_only_the_primitives_need_a_gpu(arch: str) -> None:
+    for plan in narrow_and_mixed(arch):
+        primitives, rest = primitives_and_rest(plan)
         assert "asm" in primitives
-        assert not re.search(r"\basm\b|\buint4\b|__ldg|\bfloat4\b", head + rest)
+        assert not re.search(r"\basm\b|__ldg|extern __shared__", rest)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_primitives_are_one_instruction_each(arch: str) -> None:
+    """No run on a CPU executes that section, so nothing that can be wrong may be in it: no arithmetic, no loops."""
+    for plan in narrow_and_mixed(arch):
+        primitives, _ = primitives_and_rest(plan)
+        found = FUNCTION.findall(primitives)
+        assert len(found) == primitives.count("__device__")
+        for name, _, body in found:
+            assert name in PRIMITIVES, f"{name}: plain CUDA C++ belongs below the section, where it is run"
+            assert body.count(PRIMITIVES[name]) == 1, name
+            code = re.sub(r'"(?:\\.|[^"])*"|\*reinterpret_cast<T\*>', "", body)
+            code = re.sub(r"static_assert\(.*\);", "", code)
+            assert not re.search(r"\b(for|while|if|switch)\b|[-+*/%&|^~?!]|<<|>>|0x", code), f"{name}: {code}"
+        types = re.findall(r"^(?:struct|union|class|enum) (\w+)", primitives, re.MULTILINE)
+        assert types == ["Vector"]
+        assert not re.search(r"\b(constexpr|#define)\b", primitives)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_conversions_that_the_architecture_lacks_are_arithmetic_in_the_text(arch: str) -> None:
+    number = int(arch.removeprefix("sm_"))
+    for plan in narrow_and_mixed(arch):
+        primitives, rest = primitives_and_rest(plan)
+        names = {name for name, _, _ in FUNCTION.findall(primitives)}
+        assert ("fp8_to_halves" in names) == (number >= 89) == ("no fp8 unit" not in rest)
+        assert "half_to_float" in names
+        assert ("float_to_half" in names) == (plan.spec.output_dtype == "fp16")
+        bf16 = plan.spec.output_dtype == "bf16"
+        assert ("float_to_bf16" in names) == (bf16 and number >= 80)
+        assert ("round_to_bf16(in[e])" in rest) == (bf16 and number < 80)
+
+
+def test_the_executor_has_the_same_primitives() -> None:
+    text = (ROOT / "templates/simt/primitives.h").read_text("utf-8")
+    assert {name for name, _, _ in FUNCTION.findall(text)} == set(PRIMITIVES)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])

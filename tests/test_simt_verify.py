@@ -54,6 +54,15 @@ def test_every_pair_of_plan_fields(name: str, chunk: int) -> None:
     check(plans[chunk :: CHUNKS[name]], name, chunk)
 
 
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_results_are_rounded_once(arch: str, dtype: str) -> None:
+    """fp32 sums to a narrow output: sm_75 rounds to bf16 by arithmetic, the others by an instruction."""
+    features = [FeatureSpec("f", "t", "mean"), FeatureSpec("g", "t", "none")]
+    spec = CollectionSpec([TableSpec("t", 500, 9)], features, output_dtype=dtype, name=f"rounded_{dtype}")
+    assert verify(spec, on="simt", arch=arch, params=[CudaParams()]).passed
+
+
 TINY = CollectionSpec(
     [TableSpec("t", 5000, 4)], [FeatureSpec("f", "t", "mean"), FeatureSpec("g", "t", "none")], name="tiny_simt"
 )

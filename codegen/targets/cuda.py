@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from embforge.codegen.render import render
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of, prototype
 from embforge.codegen.targets import Target
-from embforge.codegen.targets.arch import arch_named
+from embforge.codegen.targets.arch import Arch, arch_named
 from embforge.codegen.targets.cuda_geometry import (
     RUNS_WANTED,
     BucketGeometry,
@@ -41,6 +42,8 @@ CONSTANT_MEMORY = 60 * 1024
 """Bytes of constant memory that records may take; the compiler's own constants get the rest of the 64 KB."""
 FEATURE_RECORD, SHAPE_RECORD, SEQUENCE_RECORD = 40, 40, 12
 """Bytes of the template's Feature, Shape and SequenceFeature, at most."""
+BF16_ARCH, FP8_ARCH = 80, 89
+"""The first architectures that convert to bf16 and from fp8 by an instruction."""
 MERGE_LEVELS = 5
 """Levels of units of 4096 ids: 64 ** 5 units are more than memory holds."""
 
@@ -48,6 +51,8 @@ MERGE_LEVELS = 5
 def facts_of(plan: Plan) -> dict[str, Any]:
     """Everything `cuda/forward.cu.j2` names. `PlanError` for a plan that cannot work."""
     arch, params, geometry = arch_named(plan.arch), cuda_params(plan), geometry_of(plan)
+    table_dtypes = {t.dtype for t in plan.spec.tables}
+    narrow = _narrow(plan.spec.output_dtype, arch)
     pooled = [g for g in geometry if g.pooled]
     copied = [g for g in geometry if not g.pooled]
     return {
@@ -56,10 +61,10 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "header": _header(plan, geometry),
         "load_hint": LOAD_HINT[params.cache_hint],
         "load_bytes": sorted({g.vector for g in geometry}, reverse=True),
-        "table_dtypes": {t.dtype for t in plan.spec.tables},
+        "table_dtypes": table_dtypes,
         "output_dtype": plan.spec.output_dtype,
-        "hardware_fp8": arch.number >= 89,
-        "hardware_bf16": arch.number >= 80,
+        "conversions": _conversions(table_dtypes, narrow, arch),
+        "narrow": narrow,
         "id_type": DTYPES[plan.id_dtype].c_type,
         "row_type": row_type(plan),
         "column_type": "int32_t" if plan.layout.output_width < 2**31 else "int64_t",
@@ -90,6 +95,24 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         ],
         "long": _long_facts(plan, long_geometry(plan, geometry)),
     }
+
+
+def _conversions(table_dtypes: Collection[str], narrow: str | None, arch: Arch) -> set[str]:
+    """The conversions by one instruction that a kernel needs; any other is arithmetic in its text."""
+    fp8 = "fp8_e4m3" in table_dtypes and arch.number >= FP8_ARCH
+    wanted = {
+        "half_to_float": "fp16" in table_dtypes or fp8,
+        "fp8_to_halves": fp8,
+        "float_to_half": narrow == "float_to_half",
+        "float_to_bf16": narrow == "float_to_bf16",
+    }
+    return {name for name, needed in wanted.items() if needed}
+
+
+def _narrow(output_dtype: str, arch: Arch) -> str | None:
+    """The function that rounds fp32 to the output type, if that is another."""
+    bf16 = "float_to_bf16" if arch.number >= BF16_ARCH else "round_to_bf16"
+    return {"fp32": None, "fp16": "float_to_half", "bf16": bf16}[output_dtype]
 
 
 def _constant_bytes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> int:

@@ -9,7 +9,7 @@
 // Buckets, heaviest rows first:
 //   d4096_bf16_none: 512 loads of 16 bytes a row in 2 tiles, 1 rows a block at once, 8 in flight a lane
 
-// ==== primitives: number types, vector access, inline PTX ==========================================================
+// ==== primitives: integer types, row loads, single instructions ====================================================
 // Everything that only a GPU understands is in this section; the rest is plain CUDA C++.
 
 using int64_t = long long;
@@ -18,10 +18,6 @@ using int32_t = int;
 using uint32_t = unsigned int;
 using uint16_t = unsigned short;
 using uint8_t = unsigned char;
-
-struct fp16_t { uint16_t bits; };
-struct bf16_t { uint16_t bits; };
-struct fp8_t { uint8_t bits; };
 
 // The part of a row that one lane owns, as it came from memory.
 template <int BYTES>
@@ -40,6 +36,58 @@ __device__ __forceinline__ void load_row(Vector<16>& row, const char* address, b
         : "l"(address), "r"(static_cast<uint32_t>(present)));
 }
 
+__device__ __forceinline__ int64_t read_only(const int64_t* address) { return __ldg(address); }
+__device__ __forceinline__ int32_t read_only(const int32_t* address) { return __ldg(address); }
+__device__ __forceinline__ float read_only(const float* address) { return __ldg(address); }
+
+// Conversions of one instruction each: exact, or rounded to nearest even.
+__device__ __forceinline__ uint32_t float_to_bf16(float value) {
+    uint16_t bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+// The same number, but nothing computed from it is moved out of a loop: registers are worth more than instructions.
+__device__ __forceinline__ uint32_t unhoisted(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// The block's dynamic shared memory: as much as the host gives at the launch, more than the 48 KB of static memory.
+template <class T>
+__device__ __forceinline__ T& dynamic_shared() {
+    static_assert(alignof(T) <= 16, "aligned for vectors, not for more");
+    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+    return *reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+// ==== end of primitives ============================================================================================
+
+// ---- numbers: rows as they lie in memory, fp32 to compute with ----------------------------------------------------
+
+struct fp16_t { uint16_t bits; };
+struct bf16_t { uint16_t bits; };
+struct fp8_t { uint8_t bits; };
+
+// Elements of a vector to fp32: exact for every table type.
+template <int BYTES>
+__device__ __forceinline__ void unpack(bf16_t, const Vector<BYTES>& row, float (&out)[BYTES / 2]) {
+#pragma unroll
+    for (int e = 0; e < BYTES / 2; ++e) {
+        const uint32_t word = row.word[e / 2];
+        out[e] = __uint_as_float(e % 2 ? word & 0xffff0000u : word << 16);
+    }
+}
+
+// fp32 to the output type, rounded to nearest even; two to a word where they fit.
+template <int COUNT>
+__device__ __forceinline__ void pack(bf16_t, const float (&in)[COUNT], uint32_t (&word)[(COUNT + 1) / 2]) {
+#pragma unroll
+    for (int e = 0; e < COUNT; e += 2) {
+        word[e / 2] = float_to_bf16(in[e]);
+        if (e + 1 < COUNT) word[e / 2] |= float_to_bf16(in[e + 1]) << 16;
+    }
+}
+
 // One aligned store of BYTES (2, 4, 8 or 16) from the low bytes of `word`.
 template <int BYTES>
 __device__ __forceinline__ void store(void* address, const uint32_t* word) {
@@ -55,65 +103,15 @@ __device__ __forceinline__ void store(void* address, const uint32_t* word) {
     }
 }
 
-__device__ __forceinline__ int64_t read_only(const int64_t* address) { return __ldg(address); }
-__device__ __forceinline__ int32_t read_only(const int32_t* address) { return __ldg(address); }
-__device__ __forceinline__ float read_only(const float* address) { return __ldg(address); }
-
-// Elements of a vector to fp32: exact for every table type.
-template <int BYTES>
-__device__ __forceinline__ void unpack(float, const Vector<BYTES>& row, float (&out)[BYTES / 4]) {
-#pragma unroll
-    for (int e = 0; e < BYTES / 4; ++e) out[e] = __uint_as_float(row.word[e]);
-}
-
-template <int BYTES>
-__device__ __forceinline__ void unpack(bf16_t, const Vector<BYTES>& row, float (&out)[BYTES / 2]) {
-#pragma unroll
-    for (int e = 0; e < BYTES / 2; ++e) {
-        const uint32_t word = row.word[e / 2];
-        out[e] = __uint_as_float(e % 2 ? word & 0xffff0000u : word << 16);
-    }
-}
-
-// fp32 to the output type, rounded to nearest even; two to a word where they fit.
-__device__ __forceinline__ uint32_t to_bf16(float value) {
-    uint16_t bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
-template <int COUNT>
-__device__ __forceinline__ void pack(bf16_t, const float (&in)[COUNT], uint32_t (&word)[(COUNT + 1) / 2]) {
-#pragma unroll
-    for (int e = 0; e < COUNT; e += 2) {
-        word[e / 2] = to_bf16(in[e]);
-        if (e + 1 < COUNT) word[e / 2] |= to_bf16(in[e + 1]) << 16;
-    }
-}
-
-// The same number, but nothing computed from it is moved out of a loop: registers are worth more than instructions.
-__device__ __forceinline__ uint32_t unhoisted(uint32_t value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
+// The same words, but unpacked no earlier than here.
 template <int BYTES>
 __device__ __forceinline__ Vector<BYTES> unhoisted(Vector<BYTES> value) {
 #pragma unroll
-    for (int w = 0; w < (BYTES + 3) / 4; ++w) asm volatile("" : "+r"(value.word[w]));
+    for (int w = 0; w < (BYTES + 3) / 4; ++w) value.word[w] = unhoisted(value.word[w]);
     return value;
 }
 
-// The block's dynamic shared memory: as much as the host gives at the launch, more than the 48 KB of static memory.
-template <class T>
-__device__ __forceinline__ T& dynamic_shared() {
-    static_assert(alignof(T) <= 16, "aligned for vectors, not for more");
-    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
-    return *reinterpret_cast<T*>(dynamic_shared_bytes);
-}
-
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
-// ==== end of primitives ============================================================================================
 
 namespace embforge {
 

@@ -52,7 +52,7 @@
 //   d3_fp32_max: 3 loads of 4 bytes a row, 85 rows a block at once, 8 in flight a lane
 //   d1_fp32_sum: 1 loads of 4 bytes a row, 256 rows a block at once, 4 in flight a lane
 
-// ==== primitives: number types, vector access, inline PTX ==========================================================
+// ==== primitives: integer types, row loads, single instructions ====================================================
 // Everything that only a GPU understands is in this section; the rest is plain CUDA C++.
 
 using int64_t = long long;
@@ -61,10 +61,6 @@ using int32_t = int;
 using uint32_t = unsigned int;
 using uint16_t = unsigned short;
 using uint8_t = unsigned char;
-
-struct fp16_t { uint16_t bits; };
-struct bf16_t { uint16_t bits; };
-struct fp8_t { uint8_t bits; };
 
 // The part of a row that one lane owns, as it came from memory.
 template <int BYTES>
@@ -111,24 +107,43 @@ __device__ __forceinline__ void load_row(Vector<2>& row, const char* address, bo
         : "l"(address), "r"(static_cast<uint32_t>(present)));
 }
 
-// One aligned store of BYTES (2, 4, 8 or 16) from the low bytes of `word`.
-template <int BYTES>
-__device__ __forceinline__ void store(void* address, const uint32_t* word) {
-    if constexpr (BYTES == 16) {
-        *static_cast<uint4*>(address) = make_uint4(word[0], word[1], word[2], word[3]);
-    } else if constexpr (BYTES == 8) {
-        *static_cast<uint2*>(address) = make_uint2(word[0], word[1]);
-    } else if constexpr (BYTES == 4) {
-        *static_cast<uint32_t*>(address) = word[0];
-    } else {
-        static_assert(BYTES == 2, "no output type is narrower");
-        *static_cast<uint16_t*>(address) = static_cast<uint16_t>(word[0]);
-    }
-}
-
 __device__ __forceinline__ int64_t read_only(const int64_t* address) { return __ldg(address); }
 __device__ __forceinline__ int32_t read_only(const int32_t* address) { return __ldg(address); }
 __device__ __forceinline__ float read_only(const float* address) { return __ldg(address); }
+
+// Conversions of one instruction each: exact, or rounded to nearest even.
+__device__ __forceinline__ float half_to_float(uint16_t half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+__device__ __forceinline__ uint32_t fp8_to_halves(uint16_t pair) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    return halves;
+}
+
+// The same number, but nothing computed from it is moved out of a loop: registers are worth more than instructions.
+__device__ __forceinline__ uint32_t unhoisted(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// The block's dynamic shared memory: as much as the host gives at the launch, more than the 48 KB of static memory.
+template <class T>
+__device__ __forceinline__ T& dynamic_shared() {
+    static_assert(alignof(T) <= 16, "aligned for vectors, not for more");
+    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
+    return *reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+// ==== end of primitives ============================================================================================
+
+// ---- numbers: rows as they lie in memory, fp32 to compute with ----------------------------------------------------
+
+struct fp16_t { uint16_t bits; };
+struct bf16_t { uint16_t bits; };
+struct fp8_t { uint8_t bits; };
 
 // Elements of a vector to fp32: exact for every table type.
 template <int BYTES>
@@ -140,10 +155,8 @@ __device__ __forceinline__ void unpack(float, const Vector<BYTES>& row, float (&
 template <int BYTES>
 __device__ __forceinline__ void unpack(fp16_t, const Vector<BYTES>& row, float (&out)[BYTES / 2]) {
 #pragma unroll
-    for (int e = 0; e < BYTES / 2; ++e) {
-        const uint16_t half = static_cast<uint16_t>(row.word[e / 2] >> (16 * (e % 2)));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(out[e]) : "h"(half));
-    }
+    for (int e = 0; e < BYTES / 2; ++e)
+        out[e] = half_to_float(static_cast<uint16_t>(row.word[e / 2] >> (16 * (e % 2))));
 }
 
 template <int BYTES>
@@ -160,45 +173,43 @@ __device__ __forceinline__ void unpack(fp8_t, const Vector<BYTES>& row, float (&
 #pragma unroll
     for (int e = 0; e < BYTES; e += 2) {
         // Two fp8 become two halves by one instruction, exactly.
-        uint32_t halves;
-        const uint16_t pair = static_cast<uint16_t>(row.word[e / 4] >> (8 * (e % 4)));
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(out[e]) : "h"(static_cast<uint16_t>(halves)));
-        if constexpr (BYTES > 1)
-            asm("cvt.f32.f16 %0, %1;" : "=f"(out[e + 1]) : "h"(static_cast<uint16_t>(halves >> 16)));
+        const uint32_t halves = fp8_to_halves(static_cast<uint16_t>(row.word[e / 4] >> (8 * (e % 4))));
+        out[e] = half_to_float(static_cast<uint16_t>(halves));
+        if constexpr (BYTES > 1) out[e + 1] = half_to_float(static_cast<uint16_t>(halves >> 16));
     }
 }
 
-// fp32 to the output type, rounded to nearest even; two to a word where they fit.
+// fp32 to the output type: the same bits.
 template <int COUNT>
 __device__ __forceinline__ void pack(float, const float (&in)[COUNT], uint32_t (&word)[COUNT]) {
 #pragma unroll
     for (int e = 0; e < COUNT; ++e) word[e] = __float_as_uint(in[e]);
 }
 
-// The same number, but nothing computed from it is moved out of a loop: registers are worth more than instructions.
-__device__ __forceinline__ uint32_t unhoisted(uint32_t value) {
-    asm volatile("" : "+r"(value));
-    return value;
+// One aligned store of BYTES (2, 4, 8 or 16) from the low bytes of `word`.
+template <int BYTES>
+__device__ __forceinline__ void store(void* address, const uint32_t* word) {
+    if constexpr (BYTES == 16) {
+        *static_cast<uint4*>(address) = make_uint4(word[0], word[1], word[2], word[3]);
+    } else if constexpr (BYTES == 8) {
+        *static_cast<uint2*>(address) = make_uint2(word[0], word[1]);
+    } else if constexpr (BYTES == 4) {
+        *static_cast<uint32_t*>(address) = word[0];
+    } else {
+        static_assert(BYTES == 2, "no output type is narrower");
+        *static_cast<uint16_t*>(address) = static_cast<uint16_t>(word[0]);
+    }
 }
 
+// The same words, but unpacked no earlier than here.
 template <int BYTES>
 __device__ __forceinline__ Vector<BYTES> unhoisted(Vector<BYTES> value) {
 #pragma unroll
-    for (int w = 0; w < (BYTES + 3) / 4; ++w) asm volatile("" : "+r"(value.word[w]));
+    for (int w = 0; w < (BYTES + 3) / 4; ++w) value.word[w] = unhoisted(value.word[w]);
     return value;
 }
 
-// The block's dynamic shared memory: as much as the host gives at the launch, more than the 48 KB of static memory.
-template <class T>
-__device__ __forceinline__ T& dynamic_shared() {
-    static_assert(alignof(T) <= 16, "aligned for vectors, not for more");
-    extern __shared__ __align__(16) unsigned char dynamic_shared_bytes[];
-    return *reinterpret_cast<T*>(dynamic_shared_bytes);
-}
-
 __device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
-// ==== end of primitives ============================================================================================
 
 namespace embforge {
 

@@ -237,8 +237,13 @@ inline void report_stuck() {
     for (const Thread& thread : m.threads) {
         if (thread.state != State::AT_WARP_OP) continue;
         report_absent_lane(thread);
-        return;
+        break;
     }
+    // Whatever else holds them up: a block that is not done never counts as done.
+    for (const Thread& thread : m.threads)
+        if (thread.state != State::EXITED)
+            return report_bug(thread, "deadlock", thread.pc, "waits at line %u, and no thread of the block can go on",
+                              thread.line);
 }
 
 }  // namespace simt

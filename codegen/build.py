@@ -33,8 +33,8 @@ class Built:
 
 def source_of(plan: Plan) -> str:
     """The plan's generated source text."""
-    target = target_named(plan.target)
-    return render(target.template, target.facts(plan))
+    source = target_named(plan.target).sources[plan.op]
+    return render(source.template, source.facts(plan))
 
 
 def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False, ahead_of_time: bool = False) -> Built:

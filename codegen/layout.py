@@ -5,13 +5,31 @@ A layout is live storage: frozen when a module is made, never changed by the tun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.rules.rule import Extent, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 MAX_PADDING_WASTE = 0.125
 ROW_ALIGNMENTS = (16, 8, 4, 2)
+STATE_BYTES = 4
+"""States are fp32."""
+
+Placement = Literal["tail", "section"]
+"""Where a row's state lies: in the padding behind the row, where that has room for a number anyway, or in the table's
+state section, whose rows hold all other states side by side."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where one state of a row lies: `offset` bytes behind the start of the table's row (tail) or of the section's."""
+
+    name: str
+    extent: Extent
+    placement: Placement
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -21,6 +39,9 @@ class TableLayout:
     table: TableSpec
     row_bytes: int
     stride_bytes: int
+    states: tuple[StateLayout, ...] = ()
+    state_stride_bytes: int = 0
+    """Of the state section; 0: there is none."""
 
     @property
     def stride_elements(self) -> int:
@@ -62,8 +83,8 @@ class CollectionLayout:
         return tuple(f for f in self.features if f.column is None)
 
 
-def layout_of(spec: CollectionSpec) -> CollectionLayout:
-    """The one layout of a spec."""
+def layout_of(spec: CollectionSpec, update: Update | None = None) -> CollectionLayout:
+    """The one layout of a spec, with room for the states of an update. States never change where rows lie."""
     table_index = {t.name: i for i, t in enumerate(spec.tables)}
     features = []
     column = 0
@@ -82,7 +103,8 @@ def layout_of(spec: CollectionSpec) -> CollectionLayout:
             )
         )
         column += width if pooled else 0
-    return CollectionLayout(tuple(map(_table_layout, spec.tables)), tuple(features), column)
+    tables = tuple(_with_states(_table_layout(table), update) for table in spec.tables)
+    return CollectionLayout(tables, tuple(features), column)
 
 
 def largest_power_of_two(value: int, limit: int) -> int:
@@ -95,8 +117,30 @@ def largest_power_of_two(value: int, limit: int) -> int:
 
 def _table_layout(table: TableSpec) -> TableLayout:
     row_bytes = table.embedding_dim * DTYPES[table.dtype].bytes
+    return TableLayout(table, row_bytes, _stride(row_bytes))
+
+
+def _stride(row_bytes: int) -> int:
     for alignment in ROW_ALIGNMENTS:
         stride = -(-row_bytes // alignment) * alignment
         if stride - row_bytes <= MAX_PADDING_WASTE * row_bytes:
-            return TableLayout(table, row_bytes, stride)
-    return TableLayout(table, row_bytes, row_bytes)
+            return stride
+    return row_bytes
+
+
+def _with_states(placed: TableLayout, update: Update | None) -> TableLayout:
+    """States of elements first, so that all are aligned alike; a row's own number in the row's padding if it fits."""
+    if update is None:
+        return placed
+    tail, section = -(-placed.row_bytes // STATE_BYTES) * STATE_BYTES, 0
+    aligned = placed.stride_bytes % STATE_BYTES == 0
+    found: dict[str, StateLayout] = {}
+    for state in sorted(update.rule.states, key=lambda state: state.extent != "element"):
+        if state.extent == "row" and aligned and tail + STATE_BYTES <= placed.stride_bytes:
+            found[state.name] = StateLayout(state.name, state.extent, "tail", tail)
+            tail += STATE_BYTES
+            continue
+        found[state.name] = StateLayout(state.name, state.extent, "section", section)
+        section += _stride(placed.table.embedding_dim * STATE_BYTES) if state.extent == "element" else STATE_BYTES
+    states = tuple(found[state.name] for state in update.rule.states)
+    return replace(placed, states=states, state_stride_bytes=_stride(section) if section else 0)

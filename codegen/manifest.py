@@ -50,7 +50,7 @@ def kernel_record(
         "binary": binary_name,
         "binary_sha256": None if binary is None else sha256_of(binary),
         "params": asdict(plan.params),
-        "arguments": [f"{a.c_type} {a.name}" for a in arguments_of(plan.target)],
+        "arguments": [f"{a.c_type} {a.name}" for a in arguments_of(plan.target, plan.op)],
         **_headline(resources),
         "symbols": resources,
     }

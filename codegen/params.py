@@ -76,22 +76,66 @@ class CudaParams(_Checked):
 
 
 @dataclass(frozen=True)
+class CpuBackwardParams(_Checked):
+    """How the CPU backward sorts, reduces and updates."""
+
+    radix_bits: int = tunable(11, (8, 11), "most bits of a row number that one pass of the sort looks at")
+    prefetch_bytes: int = tunable(
+        8192, (0, 1024, 4096, 8192, 16384, 32768), "bytes of rows and gradients requested ahead of their use"
+    )
+    prefetch_level: int = tunable(2, (1, 2), "the cache that they are requested into")
+    tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running gradient")
+    grain_bytes: int = tunable(65536, (16384, 65536, 262144), "bytes of work below which no other thread is woken")
+
+
+@dataclass(frozen=True)
+class CudaBackwardParams(_Checked):
+    """How the CUDA backward maps runs of equal rows to lanes and keeps loads in flight."""
+
+    block: int = tunable(256, (128, 256, 512), "threads a block")
+    pipeline: tuple[int, int] = tunable(
+        (4, 4),
+        ((2, 4), (2, 5), (4, 3), (4, 4), (8, 2)),
+        "(16-byte gradient loads in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice",
+    )
+    vector_bytes: int = tunable(16, (8, 16), "widest access to a row or a gradient")
+    medium_run: int = tunable(32, (16, 32, 64), "occurrences past which the groups of a warp share a row's gradient")
+    long_run: int = tunable(1024, (256, 1024, 4096), "occurrences past which blocks share a row's gradient")
+
+
+@dataclass(frozen=True)
 class ReferenceParams(_Checked):
     """The reference has nothing to tune."""
 
 
-Params = CpuParams | CudaParams | ReferenceParams
-PARAMS: dict[str, type[CpuParams] | type[CudaParams] | type[ReferenceParams]] = {
+Params = CpuParams | CudaParams | CpuBackwardParams | CudaBackwardParams | ReferenceParams
+ForwardType = type[CpuParams] | type[CudaParams] | type[ReferenceParams]
+BackwardType = type[CpuBackwardParams] | type[CudaBackwardParams] | type[ReferenceParams]
+
+PARAMS: dict[str, ForwardType] = {
     "cpu": CpuParams,
     "cuda": CudaParams,
     "simt": CudaParams,
     "reference": ReferenceParams,
 }
+"""Of a forward, by target."""
+
+BACKWARD_PARAMS: dict[str, BackwardType] = {
+    "cpu": CpuBackwardParams,
+    "cuda": CudaBackwardParams,
+    "simt": CudaBackwardParams,
+    "reference": ReferenceParams,
+}
 
 
-def params_from(target: str, values: dict[str, Any]) -> Params:
+def params_type(target: str, op: str = "forward") -> ForwardType | BackwardType:
+    """The class of a plan's params."""
+    return PARAMS[target] if op.startswith("forward") else BACKWARD_PARAMS[target]
+
+
+def params_from(target: str, values: dict[str, Any], op: str = "forward") -> Params:
     """Params of a target from plain data; `PlanError` names an unknown field."""
-    cls = PARAMS[target]
+    cls = params_type(target, op)
     known = {f.name for f in fields(cls)}
     for key in values:
         if key not in known:

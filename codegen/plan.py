@@ -17,13 +17,15 @@ from embforge.codegen.buckets import Bucket, buckets_of
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import CollectionLayout, layout_of
-from embforge.codegen.params import PARAMS, Params, params_from
+from embforge.codegen.params import PARAMS, Params, params_from, params_type
+from embforge.codegen.rules.rule import Update
+from embforge.codegen.signature import ARGUMENTS
 from embforge.codegen.spec import CollectionSpec
 
 PLAN_SCHEMA = 1
 """Raised whenever the meaning of a plan's text changes, so that no old binary answers to a new plan."""
 
-OPS = ("forward",)
+OPS = tuple(ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,23 @@ class Plan:
     id_dtype: str
     spec: CollectionSpec
     params: Params
+    update: Update | None = None
+    """Of a backward: what it does to a row. No other op has one."""
 
     def __post_init__(self) -> None:
         _check("op", self.op, OPS)
         _check("target", self.target, tuple(PARAMS))
         _check("id_dtype", self.id_dtype, ID_DTYPES)
-        if not isinstance(self.params, PARAMS[self.target]):
-            raise PlanError(f"plan field params={self.params!r} does not fit target {self.target!r}")
+        if not isinstance(self.params, params_type(self.target, self.op)):
+            raise PlanError(f"plan field params={self.params!r} does not fit target {self.target!r}, op {self.op!r}")
+        if (self.update is None) == (self.op == "backward"):
+            raise PlanError(
+                f"plan field update={self.update!r} does not fit op {self.op!r}; a backward has one, no other"
+            )
 
     @cached_property
     def layout(self) -> CollectionLayout:
-        return layout_of(self.spec)
+        return layout_of(self.spec, self.update)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -64,6 +72,8 @@ class Plan:
             "spec": self.spec.to_dict(),
             "params": asdict(self.params),
         }
+        if self.update is not None:
+            data["update"] = self.update.to_dict()
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
     @cached_property
@@ -72,7 +82,8 @@ class Plan:
         name = re.sub(r"[^A-Za-z0-9]+", "_", self.spec.name or "collection")[:40]
         shape = f"{len(self.spec.tables)}t_{len(self.spec.features)}f"
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:10]
-        return f"{self.op}_{self.target}_{self.arch}_{name}_{shape}_{self.id_dtype}_{digest}"
+        rule = "" if self.update is None else "_" + re.sub(r"[^A-Za-z0-9]+", "_", self.update.rule.name)[:24]
+        return f"{self.op}{rule}_{self.target}_{self.arch}_{name}_{shape}_{self.id_dtype}_{digest}"
 
     @property
     def symbol(self) -> str:
@@ -90,7 +101,9 @@ class Plan:
         if schema != PLAN_SCHEMA:
             raise PlanError(f"plan text of schema {schema}, this embforge reads {PLAN_SCHEMA}; make the plan anew")
         data["spec"] = CollectionSpec.from_dict(data["spec"])
-        data["params"] = params_from(data["target"], data["params"])
+        data["params"] = params_from(data["target"], data["params"], data["op"])
+        if "update" in data:
+            data["update"] = Update.from_dict(data["update"])
         return cls(**data)
 
 

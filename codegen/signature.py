@@ -63,14 +63,86 @@ FORWARD: tuple[Argument, ...] = (
 )
 
 
-def arguments_of(target: Target) -> tuple[Argument, ...]:
-    """The forward kernel's arguments on one target, in call order."""
-    return tuple(a for a in FORWARD if target in a.targets)
+FORWARD_TRAIN: tuple[Argument, ...] = (
+    *FORWARD[:6],
+    Argument("divisors", "float*", "[batch, dividing features] what mean and sqrtn divided by, 0: result is zeros"),
+    Argument("winners", "id_t*", "[batch, columns of max features] position in values of the largest, -1: empty bag"),
+    *FORWARD[6:],
+)
+"""A forward whose backward will come: it keeps what only it knows."""
+
+UPDATE_METADATA_WORDS = ("address", "rows", "state", "trainable")
+"""What `metadata` holds for each table in a backward: the last two are the state's address (0: it has none) and
+whether the table is trained (0: its ids count as absent)."""
+
+_GRADIENTS: tuple[Argument, ...] = (
+    Argument("metadata", "const int64_t*", "per table: " + ", ".join(UPDATE_METADATA_WORDS)),
+    Argument("values", "const id_t*", "num_values ids of all bags"),
+    Argument("offsets", "const id_t*", "features * batch + 1 bag borders in values, feature-major"),
+    Argument("weights", "const float*", "num_values weights, or null: all ones"),
+    Argument("grad_pooled", "const out_t*", "[batch, output_width] gradient of the pooled result"),
+    Argument("grad_sequence", "const out_t*", "gradient of the rows of the 'none' features"),
+    Argument("divisors", "const float*", "as the forward stored them; null if no feature divides"),
+    Argument("winners", "const id_t*", "as the forward stored them; null if no feature is a max"),
+)
+"""What every kernel of a backward reads."""
+
+_SIZES: tuple[Argument, ...] = (
+    Argument("batch", "int64_t", "samples"),
+    Argument("num_values", "int64_t", "ids in values"),
+)
+
+_HOST: tuple[Argument, ...] = (
+    Argument("parallel_for", "parallel_for_t", "torch's thread pool, or null: run serially", ("cpu",)),
+    Argument("threads", "int64_t", "threads to split the work over", ("cpu",)),
+)
+
+BACKWARD: tuple[Argument, ...] = (
+    *_GRADIENTS,
+    Argument("hyper", "const double*", "the rule's numbers, see codegen/rules/rule.py"),
+    Argument("counters", "int64_t*", "updates done, and the seed; the first grows by one"),
+    *_SIZES,
+    Argument("workspace", "char*", "room for the sort, see codegen/targets/cpu_backward.py", ("cpu",)),
+    *_HOST,
+)
+"""Reduces the gradient of every row that occurs and updates the row, in one call."""
+
+REDUCE: tuple[Argument, ...] = (
+    *_GRADIENTS,
+    Argument("counts", "int64_t*", "rows of each table that occur"),
+    Argument("rows", "int64_t*", "those rows, in order, one table after the other"),
+    Argument("gradients", "float*", "their gradients, one table after the other"),
+    *_SIZES,
+    Argument("workspace", "char*", "room for the sort, see codegen/targets/cpu_backward.py", ("cpu",)),
+    *_HOST,
+)
+"""Reduces the gradient of every row that occurs, and leaves the row alone."""
+
+WEIGHT_GRADIENT: tuple[Argument, ...] = (
+    *_GRADIENTS,
+    Argument("weight_gradient", "float*", "num_values gradients of the weights; 0 for ids of unweighted features"),
+    *_SIZES,
+    *_HOST,
+)
+
+ARGUMENTS: dict[str, tuple[Argument, ...]] = {
+    "forward": FORWARD,
+    "forward_train": FORWARD_TRAIN,
+    "backward": BACKWARD,
+    "reduce": REDUCE,
+    "weight_gradient": WEIGHT_GRADIENT,
+}
+"""By op. The keys are all ops there are."""
 
 
-def prototype(target: Target, indent: str = "    ") -> str:
+def arguments_of(target: Target, op: str = "forward") -> tuple[Argument, ...]:
+    """The arguments of an op's kernels on one target, in call order."""
+    return tuple(a for a in ARGUMENTS[op] if target in a.targets)
+
+
+def prototype(target: Target, op: str = "forward", indent: str = "    ") -> str:
     """The C parameter list, one argument a line with its meaning."""
-    arguments = arguments_of(target)
+    arguments = arguments_of(target, op)
     lines = []
     for position, argument in enumerate(arguments):
         restrict = " __restrict__" if argument.is_pointer else ""

@@ -11,15 +11,23 @@ from embforge.codegen.plan import Plan
 
 
 @dataclass(frozen=True)
+class Source:
+    """How an op's source is made: a template, and what it says of a plan."""
+
+    template: str
+    facts: Callable[[Plan], dict[str, Any]]
+    """Everything the template names, decided in Python."""
+
+
+@dataclass(frozen=True)
 class Target:
     """What the rest of the toolchain needs to know about a target."""
 
     name: str
-    template: str
+    sources: dict[str, Source]
+    """By op."""
     source_suffix: str
     binary_suffix: str
-    facts: Callable[[Plan], dict[str, Any]]
-    """Everything the template names, decided in Python."""
     compile: Callable[[Plan, Path], bytes]
     """The binary of the plan's rendered source file. `CompileError` shows the log beside numbered lines."""
     fingerprint: Callable[[Plan], dict[str, str]]

@@ -20,7 +20,7 @@ from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import arguments_of, prototype
-from embforge.codegen.targets import Target
+from embforge.codegen.targets import Source, Target
 
 CACHE_LINE = 64
 BAG_OVERHEAD_BYTES = 64
@@ -178,10 +178,9 @@ def _touched_bytes(bucket: Bucket) -> int:
 
 CPU = Target(
     name="cpu",
-    template="cpu/forward.cpp.j2",
+    sources={"forward": Source("cpu/forward.cpp.j2", facts)},
     source_suffix=".cpp",
     binary_suffix=".so",
-    facts=facts,
     compile=compile_source,
     fingerprint=fingerprint,
     resources=lambda plan, binary: [],

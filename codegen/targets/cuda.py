@@ -13,7 +13,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.render import render
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of, prototype
-from embforge.codegen.targets import Target
+from embforge.codegen.targets import Source, Target
 from embforge.codegen.targets.arch import Arch, arch_named
 from embforge.codegen.targets.cuda_geometry import (
     RUNS_WANTED,
@@ -278,15 +278,15 @@ def _fingerprint(plan: Plan) -> dict[str, str]:
 
 
 def _resources(plan: Plan, binary: bytes) -> list[dict[str, Any]]:
-    return kernel_resources(plan, render(CUDA.template, facts_of(plan)), binary)
+    source = CUDA.sources[plan.op]
+    return kernel_resources(plan, render(source.template, source.facts(plan)), binary)
 
 
 CUDA = Target(
     name="cuda",
-    template="cuda/forward.cu.j2",
+    sources={"forward": Source("cuda/forward.cu.j2", facts_of)},
     source_suffix=".cu",
     binary_suffix=".cubin",
-    facts=facts_of,
     compile=_compile,
     fingerprint=_fingerprint,
     resources=_resources,

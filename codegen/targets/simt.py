@@ -23,7 +23,7 @@ from embforge.codegen import cache
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import HEADER_PACKAGES, Compiler, cuda_headers, find_compiler, package_version
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets import Target
+from embforge.codegen.targets import Source, Target
 from embforge.codegen.targets.arch import DEFAULT_ARCH
 from embforge.codegen.targets.cpu import numbered_log
 from embforge.codegen.targets.cuda import CUDA
@@ -174,7 +174,7 @@ def _run(compiler: Compiler, words: list[str], directory: Path, text: str, name:
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    return CUDA.facts(twin_of(plan))
+    return CUDA.sources[plan.op].facts(twin_of(plan))
 
 
 def _compile(plan: Plan, source: Path) -> bytes:
@@ -187,10 +187,9 @@ def _fingerprint(plan: Plan) -> dict[str, str]:
 
 SIMT = Target(
     name="simt",
-    template=CUDA.template,
+    sources={op: Source(source.template, _facts) for op, source in CUDA.sources.items()},
     source_suffix=CUDA.source_suffix,
     binary_suffix=".so",
-    facts=_facts,
     compile=_compile,
     fingerprint=_fingerprint,
     resources=lambda plan, binary: [],

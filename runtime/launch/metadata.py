@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout
-from embforge.codegen.signature import METADATA_WORDS
+from embforge.codegen.signature import METADATA_WORDS, UPDATE_METADATA_WORDS
 
 UNCHECKED_ROWS = -1
 """As an unsigned number no id reaches it."""
@@ -24,7 +24,7 @@ FIRST_CALL = (
 
 @dataclass(frozen=True)
 class Metadata:
-    """`words`: int64 `[tables, METADATA_WORDS]` on the tables' device."""
+    """`words`: int64 `[tables, METADATA_WORDS]` (a backward's: `UPDATE_METADATA_WORDS`) on the tables' device."""
 
     words: Tensor
     pointer: int
@@ -34,6 +34,19 @@ def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:
     """The metadata of tables as they lie now. Equal facts give the same object, without a copy to the device."""
     checked = bounds_check != "unchecked"
     facts = tuple((t.data_ptr(), t.shape[0] if checked else UNCHECKED_ROWS) for t in tables)
+    return _metadata(facts, tables[0].device)
+
+
+def update_metadata_of(
+    tables: Sequence[Tensor], states: Sequence[Tensor | None], trainable: Sequence[bool], bounds_check: str
+) -> Metadata:
+    """The metadata of a backward: `UPDATE_METADATA_WORDS` a table."""
+    assert UPDATE_METADATA_WORDS == ("address", "rows", "state", "trainable")
+    checked = bounds_check != "unchecked"
+    facts = tuple(
+        (t.data_ptr(), t.shape[0] if checked else UNCHECKED_ROWS, 0 if s is None else s.data_ptr(), int(trained))
+        for t, s, trained in zip(tables, states, trainable, strict=True)
+    )
     return _metadata(facts, tables[0].device)
 
 
@@ -53,7 +66,7 @@ def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _metadata(facts: tuple[tuple[int, int], ...], device: torch.device) -> Metadata:
+def _metadata(facts: tuple[tuple[int, ...], ...], device: torch.device) -> Metadata:
     assert METADATA_WORDS == ("address", "rows")
     if device.type == "cuda":
         with torch.cuda.device(device):

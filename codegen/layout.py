@@ -6,6 +6,8 @@ A layout is live storage: frozen when a module is made, never changed by the tun
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from embforge.codegen.dtypes import DTYPES
@@ -81,6 +83,33 @@ class CollectionLayout:
     @property
     def sequence_features(self) -> tuple[FeatureLayout, ...]:
         return tuple(f for f in self.features if f.column is None)
+
+    @cached_property
+    def divisor_column(self) -> dict[int, int]:
+        """From the index of every feature that divides (mean, sqrtn) to its column of `divisors`."""
+        dividing = (f.index for f in self.features if f.feature.pooling in ("mean", "sqrtn"))
+        return {index: column for column, index in enumerate(dividing)}
+
+    @property
+    def divisor_width(self) -> int:
+        """Columns of `divisors`."""
+        return len(self.divisor_column)
+
+    @cached_property
+    def winner_column(self) -> dict[int, int]:
+        """From the index of every max feature to its first column of `winners`; it owns as many as it has dims."""
+        largest = [f for f in self.features if f.feature.pooling == "max"]
+        firsts = accumulate((f.dim for f in largest), initial=0)
+        return {f.index: first for f, first in zip(largest, firsts, strict=False)}
+
+    @property
+    def winner_width(self) -> int:
+        """Columns of `winners`."""
+        return sum(self.features[index].dim for index in self.winner_column)
+
+    def kept_column(self, index: int) -> int:
+        """Where a feature begins in `divisors` or `winners`, whichever it has columns of; 0: in neither."""
+        return self.divisor_column.get(index, self.winner_column.get(index, 0))
 
 
 def layout_of(spec: CollectionSpec, update: Update | None = None) -> CollectionLayout:

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from embforge import ops
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.machine import host_isa
-from embforge.codegen.params import PARAMS, Params
+from embforge.codegen.params import Params, params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
-from embforge.launch.kernels import Kernel, Program, kernel_of, loaded_kernel
+from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of
 from embforge.storage.static import StaticTable
+from embforge.training.calls import Programs
+from embforge.training.trained import Trained
+from embforge.training.trainer import Trainer
 
 BackendName = Literal["cuda", "cpu", "simt", "reference"]
 DEVICES_OF: dict[str, tuple[str, ...]] = {
@@ -65,17 +68,21 @@ class _Tables(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = {f"{prefix}{name}.weight" for name in self._modules}
+        tables: Any = self._modules
+        known = {key for name, table in tables.items() for key in table.keys(f"{prefix}{name}.")}
         unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(Trained):
     """All lookups of a spec in one fused kernel call.
 
     `backend`: "cuda", "cpu", "simt" (the CUDA kernels executed on the CPU, slowly, every access checked) or
     "reference"; None picks by device. `bounds_check`: "error" raises IndexError for an id outside its table, "zero"
     takes such ids as absent, "unchecked" trusts them. `kernels`: a directory that `embforge gen` wrote, looked in
-    before the cache. `params`: plan fields to use instead of the default.
+    before the cache. `params`, `backward_params`: plan fields to use instead of the default.
+
+    `optimizer`: one of `ef.optim`, which updates rows in the backward pass (every forward's backward is one update), or
+    with `accumulate=True` in `step()`; None: tables are parameters with sparse gradients for torch.optim.
     """
 
     def __init__(
@@ -83,9 +90,12 @@ class EmbeddingCollection(nn.Module):
         spec: CollectionSpec,
         device: str | torch.device = "cpu",
         backend: BackendName | None = None,
+        optimizer: Any = None,
         bounds_check: BoundsCheck = "error",
+        accumulate: bool = False,
         kernels: str | Path | None = None,
         params: Params | None = None,
+        backward_params: Params | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(spec, CollectionSpec):
@@ -95,23 +105,30 @@ class EmbeddingCollection(nn.Module):
         if bounds_check not in BOUNDS_CHECKS:
             raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
         self.spec = spec
-        self.layout: CollectionLayout = layout_of(spec)
+        device = torch.device(device)
+        self._trainer = Trainer(optimizer, accumulate, device)
+        self._fused = optimizer is not None
+        self._facade = None
+        self.layout: CollectionLayout = layout_of(spec, self._trainer.update)
         self._has_sequence = bool(self.layout.sequence_features)
         self._bounds_check: str = bounds_check
-        device = torch.device(device)
         self.backend = _backend(backend, device)
         self.kernels = str(kernels) if kernels is not None else None
         self._params = _params(params, self.backend)
+        self._backward_params = _params(backward_params, self.backend, "backward")
         self.tables = _Tables()
         for table in self.layout.tables:
             # Past add_module's check: a table may be called `forward` or `type`.
-            self.tables._modules[table.table.name] = StaticTable(table, device)
+            initial = optimizer.initial_states if self._fused else None
+            self.tables._modules[table.table.name] = StaticTable(table, device, fused=self._fused, initial=initial)
         self._ready: dict[torch.dtype, _Ready] = {}
         self._programs = self._program_texts()
         self.reset_parameters()
+        if self._fused:  # drawn behind the rows, so that these do not depend on the optimizer
+            self.seed(int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
 
     def reset_parameters(self) -> None:
-        """Draws all rows anew, uniformly from +-1/sqrt(rows)."""
+        """Draws all rows anew, uniformly from +-1/sqrt(rows), and sets optimizer states to their start."""
         for table in self._tables().values():
             table.reset()
 
@@ -160,17 +177,21 @@ class EmbeddingCollection(nn.Module):
                 result[placed.feature.name] = pooled[:, placed.column : placed.column + placed.width]
         return result
 
-    def weight(self, table: str) -> nn.Parameter:
-        """The live rows of a table, `[rows, dim]`, maybe strided. Not valid after the module moves."""
+    def weight(self, table: str) -> Tensor:
+        """The live rows of a table, `[rows, dim]`, maybe strided. Not valid after the module moves.
+
+        A parameter, unless the module has a fused optimizer.
+        """
         self.spec.table(table)
         return self._tables()[table].weight
 
     def check(self) -> None:
         """Waits for the device and raises the error of an earlier call, if there is one (CUDA only has such)."""
-        for program in self._programs.values():
-            kernel = loaded_kernel(program)
-            if kernel is not None:
-                kernel.check()
+        for programs in self._programs.values():
+            for program in dict.fromkeys(programs):
+                kernel = loaded_kernel(program)
+                if kernel is not None:
+                    kernel.check()
 
     def plan(self, id_dtype: str = "int64") -> Plan:
         """The plan that a call with such ids runs."""
@@ -183,16 +204,12 @@ class EmbeddingCollection(nn.Module):
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch[0]
-        if (  # somebody must see the operator: a tracer, a mode, a transform, the profiler, a subclass, autograd
-            _is_compiling()
-            or _dispatch_modes() > 0
-            or _functorch_level() is not None
-            or _profiler_enabled()
-            or _tracing_state() is not None
-            or type(values) is not Tensor
-            or (_is_grad_enabled() and _want_gradients(tables, batch[2]))
-        ):
+        if _is_grad_enabled() and self._want_gradients(tables, batch[2]):
+            return self._lookup_to_train(tables, batch, sequence_rows)
+        if self._must_be_seen(values):
             return self._call_operator(tables, batch, sequence_rows)
+        if self._fused:
+            self._trainer.note_forward()
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
         if ready is None or ready[0] != [*map(_address, tables), *map(_size, tables)]:
@@ -202,9 +219,60 @@ class EmbeddingCollection(nn.Module):
         elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
         return ready[1](ready[2], tables, batch, elements, self._bounds_check)  # type: ignore[no-any-return]
 
+    @staticmethod
+    def _must_be_seen(values: Tensor) -> bool:
+        """Whether somebody must see the operator: a tracer, a mode, a transform, the profiler, a subclass."""
+        return (
+            _is_compiling()
+            or _dispatch_modes() > 0
+            or _functorch_level() is not None
+            or _profiler_enabled()
+            or _tracing_state() is not None
+            or type(values) is not Tensor
+        )
+
+    def _lookup_to_train(
+        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """A lookup that autograd records."""
+        trainer, programs, storage = self._trainer, self._program(batch), self._storage(tables)
+        elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
+        parameters = () if self._fused else tables
+        if not self._must_be_seen(batch.values) and not batch.values.is_meta:
+            check_tables(self.layout, tables)
+            return trainer.lookup(programs, storage, batch, elements, parameters)
+        if trainer.numbers is None or trainer.accumulate:
+            # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
+            if _is_compiling() or _profiler_enabled():
+                found: tuple[Tensor, Tensor | None] = _untraced(trainer.lookup)(
+                    programs, storage, batch, elements, parameters
+                )
+                return found
+            return self._call_operator(tables, batch, sequence_rows)
+        trainer.take_scale()
+        numbers = trainer.numbers
+        anchor = numbers.anchor if any(storage.trainable) else numbers.anchor.detach()
+        results: tuple[Tensor, ...] = ops.lookup_train(
+            batch.values,
+            batch.offsets,
+            batch.weights,
+            tables,
+            storage.states,
+            anchor,
+            numbers.hyper,
+            numbers.counters,
+            list(sequence_rows),
+            programs.train,
+            programs.backward,
+            programs.weight_gradient,
+            self._bounds_check,
+            storage.trainable,
+        )
+        return results[0], results[1]
+
     def _make_ready(self, tables: list[Any], batch: Batch) -> _Ready:
         check_tables(self.layout, tables)
-        kernel: Kernel = kernel_of(self._program(batch))
+        kernel: Kernel = kernel_of(self._program(batch).forward)
         metadata = metadata_of(tables, self._bounds_check)
         ready = _Ready([*map(_address, tables), *map(_size, tables)], kernel.__call__, metadata)
         self._ready[batch.values.dtype] = ready
@@ -213,17 +281,23 @@ class EmbeddingCollection(nn.Module):
     def _call_operator(
         self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        rows, program = list(sequence_rows), self._program(batch)
+        rows, program = list(sequence_rows), self._program(batch).forward
         result: tuple[Tensor, Tensor] = ops.lookup(
             batch.values, batch.offsets, batch.weights, tables, rows, program, self._bounds_check
         )
         return result
 
-    def _program_texts(self) -> dict[torch.dtype, str]:
+    def _program_texts(self) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
-        return {dtype: Program(self.plan(name), self.kernels).text for dtype, name in ID_DTYPES.items()}
+        arch = arch_of(self.backend, self.device)
+        return {
+            dtype: self._trainer.programs(
+                self.spec, self.backend, arch, name, self._params, self._backward_params, self.kernels
+            )
+            for dtype, name in ID_DTYPES.items()
+        }
 
-    def _program(self, batch: Batch) -> str:
+    def _program(self, batch: Batch) -> Programs:
         return self._programs[batch.values.dtype]
 
     def _sequence_rows(self, batch: Batch) -> tuple[int, ...]:
@@ -244,14 +318,6 @@ class EmbeddingCollection(nn.Module):
     def _sequence_sizes(self, rows: Sequence[int]) -> list[int]:
         return [count * f.dim for count, f in zip(rows, self.layout.sequence_features, strict=True)]
 
-    def _tables(self) -> dict[str, StaticTable]:
-        found: dict[str, Any] = self.tables._modules
-        return found
-
-    def _weights(self) -> list[Any]:
-        tables: Any = self._modules["tables"]  # not self.tables: attribute look-up in a module is slow
-        return [table._parameters["weight"] for table in tables._modules.values()]
-
     @property
     def bounds_check(self) -> str:
         """What happens to an id outside its table. Chosen at construction."""
@@ -270,22 +336,24 @@ class EmbeddingCollection(nn.Module):
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = _backend(None, device)
             self._params = _params(None, self.backend)
+            self._backward_params = _params(None, self.backend, "backward")
+        numbers = self._trainer.numbers
+        if numbers is not None and numbers.hyper.device != device:
+            numbers.move(device)
+            self._facade = self._facade if numbers.anchor in self._anchors() else None
         self._programs = self._program_texts()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}, "_programs": {}}  # made again, maybe on another machine
+        return {**self.__dict__, "_ready": {}, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._programs = self._program_texts()
 
 
-def _want_gradients(tables: list[Any], weights: Tensor | None) -> bool:
-    for table in tables:  # a loop: any() with a generator takes three times as long
-        if table.requires_grad:
-            return True
-    return weights is not None and weights.requires_grad
+def _untraced(function: Any) -> Any:
+    return torch.compiler.disable(function)
 
 
 def _backend(wanted: str | None, device: torch.device) -> str:
@@ -300,11 +368,12 @@ def _backend(wanted: str | None, device: torch.device) -> str:
     return wanted
 
 
-def _params(given: Params | None, backend: str) -> Params:
+def _params(given: Params | None, backend: str, op: str = "forward") -> Params:
+    kind = params_type(backend, op)
     if given is None:
-        return PARAMS[backend]()
-    if not isinstance(given, PARAMS[backend]):
-        raise ValueError(f"params={given!r} does not fit backend {backend!r}; give a {PARAMS[backend].__name__}")
+        return kind()
+    if not isinstance(given, kind):
+        raise ValueError(f"params={given!r} does not fit {op} on backend {backend!r}; give a {kind.__name__}")
     return given
 
 

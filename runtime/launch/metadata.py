@@ -38,16 +38,21 @@ def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:
 
 
 def update_metadata_of(
-    tables: Sequence[Tensor], states: Sequence[Tensor | None], trainable: Sequence[bool], bounds_check: str
+    tables: Sequence[Tensor], states: Sequence[Tensor], trainable: Sequence[bool], bounds_check: str
 ) -> Metadata:
     """The metadata of a backward: `UPDATE_METADATA_WORDS` a table."""
     assert UPDATE_METADATA_WORDS == ("address", "rows", "state", "trainable")
     checked = bounds_check != "unchecked"
     facts = tuple(
-        (t.data_ptr(), t.shape[0] if checked else UNCHECKED_ROWS, 0 if s is None else s.data_ptr(), int(trained))
+        (t.data_ptr(), t.shape[0] if checked else UNCHECKED_ROWS, s.data_ptr(), int(trained))
         for t, s, trained in zip(tables, states, trainable, strict=True)
     )
     return _metadata(facts, tables[0].device)
+
+
+def trainable_of(metadata: Metadata) -> tuple[bool, ...]:
+    """Which tables a backward trains."""
+    return tuple(bool(word) for word in metadata.words[:, UPDATE_METADATA_WORDS.index("trainable")].tolist())
 
 
 def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:

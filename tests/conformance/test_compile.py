@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +30,10 @@ def batch(
 
 
 @pytest.fixture(autouse=True)
-def _fresh_graphs() -> None:
+def _fresh_graphs() -> Iterator[None]:
     torch.compiler.reset()
+    with torch.no_grad():  # sparse gradients break graphs; training is tested in test_training_graphs.py
+        yield
 
 
 @every_backend

@@ -230,15 +230,3 @@ def test_threads_of_python_share_a_module(backend: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert all(map(torch.equal, want, pool.map(lambda b: module(*b), batches)))
-
-
-@every_backend
-def test_wants_no_gradient_quietly(backend: Any) -> None:
-    """Forward only for now: a module in a training model must not pretend to learn."""
-    module = collection(POOLED, backend)
-    assert not module(*batch(module)).requires_grad
-    module.weight("a").requires_grad_()
-    result = module(*batch(module))
-    assert result.requires_grad
-    with pytest.raises(RuntimeError, match="no backward"):
-        result.sum().backward()

@@ -1,0 +1,271 @@
+"""The truth of training: what a backward does to rows and states, in plain torch operations.
+
+As the reference of the lookup: written to be read, one table at a time, and never a copy of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.layout import CollectionLayout, FeatureLayout
+from embforge.codegen.plan import Plan
+from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
+from embforge.codegen.spec import CollectionSpec
+from embforge.inputs import Batch, raise_bad_input
+from embforge.launch.gradients import Gradients
+from embforge.launch.metadata import Metadata, trainable_of
+from embforge.launch.reference import canonical_reduce
+from embforge.launch.rounding import random16, rounded
+from embforge.launch.rules import apply_rule, row_sum
+from embforge.storage.states import state_views
+
+FP32 = torch.float32
+
+
+class ReferenceBackward:
+    """The reference as a backward: reduces, then updates."""
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.update is not None
+        self.plan, self._update = plan, plan.update
+
+    def __call__(
+        self,
+        metadata: Metadata,
+        tables: Sequence[Tensor],
+        states: Sequence[Tensor],
+        batch: Batch,
+        gradients: Gradients,
+        hyper: Tensor,
+        counters: Tensor,
+        bounds_check: str,
+    ) -> Tensor:
+        plan = self.plan
+        numbers = hyper.tolist()
+        grad_scale = numbers[HYPER.index("grad_scale")]
+        reduced = reduce(plan.spec, plan.layout, tables, trainable_of(metadata), batch, gradients, bounds_check)
+        if grad_scale and not _all_finite(gradients):
+            return torch.full((1,), torch.inf, device=hyper.device)
+        inverse = 1.0 / grad_scale if grad_scale else 1.0
+        step, seed = (int(counters[COUNTERS.index(name)]) for name in ("step", "seed"))
+        writes = []
+        for index, (rows, gradient) in enumerate(reduced):
+            placed, section = plan.layout.tables[index], states[index]
+            views = state_views(placed, tables[index], section)
+            old = {name: view[rows] for name, view in views.items()}
+            weight = tables[index][rows].to(FP32)
+            scaled = gradient * torch.tensor(inverse, dtype=FP32)
+            weight, new = apply_rule(self._update, numbers, step + 1, scaled, weight, old)
+            stored = _stored(self._update, placed.table.dtype, weight, seed, step + 1, index, rows)
+            writes.append((tables[index], rows, stored))
+            writes += [(views[name], rows, new[name]) for name in views]
+        for target, rows, numbers_ in writes:  # nothing can fail from here on
+            put_rows(target, rows, numbers_)
+        counters[COUNTERS.index("step")] += 1
+        return torch.zeros(1, device=hyper.device)
+
+    def check(self) -> None:
+        """Nothing is ever pending."""
+
+
+class ReferenceReduce:
+    """The reference as a reduction: every row's gradient."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
+    ) -> list[tuple[Tensor, Tensor]]:
+        plan = self.plan
+        return reduce(plan.spec, plan.layout, tables, trainable_of(metadata), batch, gradients, bounds_check)
+
+    def check(self) -> None:
+        """Nothing is ever pending."""
+
+
+class ReferenceWeightGradient:
+    """The reference as the gradient of per-sample weights."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
+    ) -> Tensor:
+        return weight_gradient(self.plan.spec, self.plan.layout, tables, batch, gradients, bounds_check)
+
+    def check(self) -> None:
+        """Nothing is ever pending."""
+
+
+def reduce(
+    spec: CollectionSpec,
+    layout: CollectionLayout,
+    tables: Sequence[Tensor],
+    trainable: Sequence[bool],
+    batch: Batch,
+    gradients: Gradients,
+    bounds_check: str,
+    dtype: torch.dtype = FP32,
+) -> list[tuple[Tensor, Tensor]]:
+    """For every table the rows that occur, in order, and the canonical sums of their items `[n, D]`."""
+    raise_bad_input(spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
+    features = [_Occurrences(layout, placed, tables, batch, gradients, dtype) for placed in layout.features]
+    reduced = []
+    for index, table in enumerate(tables):
+        using = [f for f in features if f.placed.table_index == index and trainable[index]]
+        ids, places, owners = [], [], []
+        for number, feature in enumerate(using):
+            kept = feature.trained.nonzero()[:, 0]
+            ids.append(feature.ids[kept])
+            places.append(kept)
+            owners.append(torch.full_like(kept, number))
+        rows, gradient = _reduce_runs(using, _cat(ids), _cat(places), _cat(owners), table.shape[1], dtype)
+        reduced.append((rows, gradient))
+    return reduced
+
+
+def _reduce_runs(
+    using: Sequence[_Occurrences], ids: Tensor, places: Tensor, owners: Tensor, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    ids, order = ids.sort(stable=True)
+    places, owners = places[order], owners[order]
+    rows, lengths = torch.unique_consecutive(ids, return_counts=True)
+    starts = lengths.cumsum(0) - lengths
+
+    def load(positions: Tensor) -> Tensor:
+        items = torch.zeros((positions.numel(), dim), dtype=dtype, device=ids.device)
+        for number, feature in enumerate(using):
+            mine = owners[positions] == number
+            items[mine] = feature.items(places[positions[mine]])
+        return items
+
+    return rows, canonical_reduce(load, starts, lengths, dim, dtype)
+
+
+def weight_gradient(
+    spec: CollectionSpec,
+    layout: CollectionLayout,
+    tables: Sequence[Tensor],
+    batch: Batch,
+    gradients: Gradients,
+    bounds_check: str,
+    dtype: torch.dtype = FP32,
+) -> Tensor:
+    """The gradient of every weight; 0 where the feature is not weighted or the id is absent."""
+    raise_bad_input(spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
+    result = torch.zeros(batch.values.numel(), dtype=dtype, device=batch.values.device)
+    for placed in layout.features:
+        if not placed.feature.weighted:
+            continue
+        feature = _Occurrences(layout, placed, tables, batch, gradients, dtype)
+        kept = feature.present.nonzero()[:, 0]
+        dots = torch.zeros(feature.ids.numel(), dtype=dtype, device=result.device)
+        rows = tables[placed.table_index][feature.ids[kept]].to(dtype)
+        dots[kept] = row_sum(feature.gradient(kept) * rows)
+        if feature.divisor is not None:
+            dots = dots - _through_the_divisor(feature, dots)
+        result[feature.begin : feature.begin + dots.numel()] = dots.masked_fill(~feature.present, 0.0)
+    return result
+
+
+def _through_the_divisor(feature: _Occurrences, dots: Tensor) -> Tensor:
+    """How much of a weight's gradient comes from what the bag is divided by."""
+    assert feature.divisor is not None
+    products = (feature.weights * dots).masked_fill(~feature.present, 0.0)[:, None]
+    total = canonical_reduce(products.__getitem__, feature.starts, feature.lengths, 1, dots.dtype)[:, 0]
+    divisor = feature.divisor
+    square = divisor * divisor if feature.placed.feature.pooling == "sqrtn" else divisor
+    share = torch.where(divisor == 0, 0.0, total / square)[feature.sample]
+    return share * feature.weights if feature.placed.feature.pooling == "sqrtn" else share
+
+
+class _Occurrences:
+    """One feature's ids and what each of them gets of the gradient. Places count from the feature's first id."""
+
+    def __init__(
+        self,
+        layout: CollectionLayout,
+        placed: FeatureLayout,
+        tables: Sequence[Tensor],
+        batch: Batch,
+        gradients: Gradients,
+        dtype: torch.dtype,
+    ) -> None:
+        size, feature = batch.batch, placed.feature
+        borders = batch.offsets[placed.index * size : (placed.index + 1) * size + 1].long()
+        self.placed, self.dtype, self._gradients = placed, dtype, gradients
+        self.begin, end = int(borders[0]), int(borders[-1])
+        self.ids = batch.values[self.begin : end].long()
+        self.starts, self.lengths = borders[:-1] - self.begin, borders.diff()
+        self.sample = torch.repeat_interleave(self.lengths)
+        weights = batch.weights if feature.weighted else None
+        ones = torch.ones(self.ids.numel(), dtype=dtype, device=self.ids.device)
+        self.weights = ones if weights is None else weights[self.begin : end].detach().to(dtype)
+        self.present = (self.ids >= 0) & (self.ids < tables[placed.table_index].shape[0])
+        if feature.padding_idx is not None and feature.pooling not in ("none", "concat"):
+            self.present &= self.ids != feature.padding_idx
+        self.trained = self.present
+        if feature.padding_idx is not None:
+            self.trained = self.present & (self.ids != feature.padding_idx)
+        column = layout.divisor_column.get(placed.index)
+        self.divisor = None if column is None or gradients.divisors is None else gradients.divisors[:, column].to(dtype)
+        self._winner_column = layout.winner_column.get(placed.index)
+        sequences = [f.index for f in layout.sequence_features if f.index < placed.index]
+        self._sequence_begin = sum(
+            int(batch.offsets[(i + 1) * size] - batch.offsets[i * size]) * layout.features[i].dim for i in sequences
+        )
+
+    def gradient(self, places: Tensor) -> Tensor:
+        """What arrives at each place before its weight: the bag's gradient, divided as the bag was."""
+        dim, sample, column = self.placed.dim, self.sample[places], self.placed.column
+        if column is None:
+            assert self._gradients.sequence is not None
+            end = self._sequence_begin + self.ids.numel() * dim
+            return self._gradients.sequence[self._sequence_begin : end].view(-1, dim)[places].to(self.dtype)
+        columns = self._gradients.pooled[:, column : column + self.placed.width]
+        if self.placed.feature.pooling == "concat":
+            slot = places - self.starts[sample]
+            return columns.reshape(columns.shape[0], -1, dim)[sample, slot].to(self.dtype)
+        gradient = columns[sample].to(self.dtype)
+        if self.divisor is not None:
+            divisor = self.divisor[sample][:, None]
+            gradient = torch.where(divisor == 0, 0.0, gradient / divisor)
+        if self._winner_column is not None:
+            assert self._gradients.winners is not None
+            winners = self._gradients.winners[:, self._winner_column : self._winner_column + dim][sample]
+            gradient = gradient.masked_fill(winners != (places + self.begin)[:, None], 0.0)
+        return gradient
+
+    def items(self, places: Tensor) -> Tensor:
+        """What each place adds to its row's gradient."""
+        gradient = self.gradient(places)
+        return gradient * self.weights[places, None] if self.placed.feature.weighted else gradient
+
+
+def _all_finite(gradients: Gradients) -> bool:
+    parts = (gradients.pooled, gradients.sequence)
+    return all(bool(part.isfinite().all()) for part in parts if part is not None)
+
+
+def _stored(update: Update, dtype: str, weight: Tensor, seed: int, step: int, table: int, rows: Tensor) -> Tensor:
+    """New rows in the table's format."""
+    if dtype == "fp32":
+        return weight
+    random = random16(seed, step, table, rows, weight.shape[1]) if update.rounding == "stochastic" else None
+    return rounded(weight, dtype, update.rounding, random)
+
+
+def put_rows(target: Tensor, rows: Tensor, numbers: Tensor) -> None:
+    """`target[rows] = numbers`, also for formats of one byte, which torch cannot index into."""
+    if target.dtype.itemsize == 1:
+        target, numbers = target.view(torch.uint8), numbers.view(torch.uint8)
+    target.index_copy_(0, rows, numbers)
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,37 @@
+"""An optimizer's states of a table: one block of fp32 numbers beside the rows, and what fits into their padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.layout import STATE_BYTES, StateLayout, TableLayout
+from embforge.memory import ask_for_huge_pages
+
+
+def allocate_section(layout: TableLayout, device: torch.device) -> Tensor:
+    """Zeros for the states that do not lie in the rows' padding, `[rows, numbers a row]`, maybe none a row."""
+    shape = (layout.table.num_embeddings, layout.state_stride_bytes // STATE_BYTES)
+    section = torch.empty(shape, dtype=torch.float32, device=device)
+    if section.is_cpu:
+        ask_for_huge_pages(section)
+    return section if section.is_meta else section.zero_()
+
+
+def state_views(layout: TableLayout, rows: Tensor, section: Tensor) -> dict[str, Tensor]:
+    """Every state by name, live: `[rows, dim]` of elements, `[rows]` of rows."""
+    return {state.name: _view(layout, state, rows, section) for state in layout.states}
+
+
+def _view(layout: TableLayout, state: StateLayout, rows: Tensor, section: Tensor) -> Tensor:
+    if state.placement == "section":
+        first = state.offset // STATE_BYTES
+        width = layout.table.embedding_dim if state.extent == "element" else 1
+        columns = section[:, first : first + width]
+        return columns if state.extent == "element" else columns[:, 0]
+    begin = (rows.storage_offset() * rows.element_size() + state.offset) // STATE_BYTES
+    if rows.is_meta:
+        return torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
+    empty = torch.empty(0, dtype=torch.float32, device=rows.device)
+    stride = layout.stride_bytes // STATE_BYTES
+    return empty.set_(rows.untyped_storage(), begin, (rows.shape[0],), (stride,))

@@ -1,0 +1,118 @@
+"""A lookup that autograd records, in plain eager code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.inputs import Batch
+from embforge.launch.gradients import Gradients
+from embforge.storage.static import note_made
+from embforge.training.calls import (
+    ROWS_CHANGED,
+    Programs,
+    Storage,
+    refuse_double_backward,
+    run_forward,
+    run_reduce,
+    run_update,
+    run_weight_gradient,
+)
+from embforge.training.numbers import Numbers
+
+Sink = Callable[[Storage, list[tuple[Tensor, Tensor]]], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A training call of a module, as it was when its forward ran."""
+
+    programs: Programs
+    storage: Storage
+    sequence_elements: int
+    numbers: Numbers | None
+    """Of a fused optimizer; without one, gradients go to the tables."""
+    parameters: Sequence[Tensor]
+    """The tables as parameters, without a fused optimizer."""
+    accumulate: Sink | None
+    """Takes what a backward reduced, if gradients accumulate."""
+
+
+class Lookup(torch.autograd.Function):
+    """`apply(call, values, offsets, batch, weights, anchor, *parameters)` -> pooled, and sequence if there is any.
+
+    Gradients: of `weights`; of `anchor` the verdict of the update; of `parameters` (tables without a fused optimizer)
+    coalesced sparse ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        values: Tensor,
+        offsets: Tensor,
+        size: int,
+        weights: Tensor | None,
+        anchor: Tensor | None,
+        *parameters: Tensor,
+    ) -> Any:
+        kept = run_forward(
+            call.programs.train, call.storage, Batch(values, offsets, weights, size, None), call.sequence_elements
+        )
+        ctx.save_for_backward(values, offsets, weights, kept.divisors, kept.winners)
+        ctx.call, ctx.size = call, size
+        ctx.versions = versions_of(call)
+        return kept.pooled if kept.sequence is None else (kept.pooled, kept.sequence)
+
+    @staticmethod
+    def backward(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor | None = None) -> Any:
+        refuse_double_backward()
+        call: Call = ctx.call
+        values, offsets, weights, divisors, winners = ctx.saved_tensors
+        batch = Batch(values, offsets, weights, ctx.size, None)
+        sequence = None if grad_sequence is None else grad_sequence.contiguous()
+        gradients = Gradients(grad_pooled.contiguous(), sequence, divisors, winners)
+        weight_gradient = anchor_gradient = None
+        if ctx.needs_input_grad[4]:
+            if ctx.versions != versions_of(call):
+                raise RuntimeError(ROWS_CHANGED)
+            weight_gradient = run_weight_gradient(call.programs.weight_gradient, call.storage, batch, gradients)
+        wanted = ctx.needs_input_grad[6:]
+        table_gradients: Sequence[Tensor | None] = [None] * len(wanted)
+        if call.numbers is not None:
+            if ctx.needs_input_grad[5]:
+                anchor_gradient = _train(call, call.numbers, batch, gradients)
+        elif any(wanted):
+            reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)
+            table_gradients = [
+                _sparse(table, *found) if want else None
+                for table, found, want in zip(call.parameters, reduced, wanted, strict=True)
+            ]
+        return None, None, None, None, weight_gradient, anchor_gradient, *table_gradients
+
+
+def versions_of(call: Call) -> list[int]:
+    """What tells that rows have changed."""
+    return [table._version for table in call.storage.tables]
+
+
+def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> Tensor:
+    if call.accumulate is None:
+        return run_update(call.programs.backward, call.storage, batch, gradients, numbers.hyper, numbers.counters)
+    reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)
+    call.accumulate(call.storage, reduced)
+    # A gradient scaler looks for what is not finite here; the gradients themselves are not torch's to see.
+    finite = [gradient.isfinite().all() for _, gradient in reduced]
+    return torch.where(torch.stack(finite).all(), 0.0, torch.inf).reshape(1)
+
+
+def _sparse(table: Tensor, rows: Tensor, gradient: Tensor) -> Tensor:
+    made = torch.sparse_coo_tensor(
+        rows[None], gradient.to(table.dtype), table.shape, is_coalesced=True, check_invariants=False
+    )
+    note_made(table, made)
+    return made

@@ -1,0 +1,115 @@
+"""One training call: what its forward runs, and what its backward does with the gradients.
+
+Used by the operators (for compilers, modes and profilers) and by plain eager code, which skips the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from embforge.inputs import Batch
+from embforge.launch.gradients import Gradients
+from embforge.launch.kernels import kernel_of
+from embforge.launch.metadata import metadata_of, update_metadata_of
+
+DOUBLE_BACKWARD = (
+    "the backward of an embforge lookup updates rows (or makes sparse gradients) and cannot itself be differentiated; "
+    "call backward without create_graph=True, or compute second derivatives with torch.nn.EmbeddingBag"
+)
+ROWS_CHANGED = (
+    "the gradient of per-sample weights needs the rows that the forward read, but another backward of this module has "
+    "updated rows since; call the module once a backward pass, or use accumulate=True, which updates in step()"
+)
+
+
+class Programs(NamedTuple):
+    """The texts of the kernels of one module and id dtype."""
+
+    forward: str
+    train: str
+    """A forward that keeps what its backward needs; the plain one where that is nothing."""
+    backward: str
+    """Empty without a fused optimizer."""
+    reduce: str
+    weight_gradient: str
+    step: str
+    """The backward of accumulated gradients; empty unless they accumulate."""
+    merge: str
+    """Their reduction to one gradient a row."""
+
+
+class Kept(NamedTuple):
+    """What a training forward computes."""
+
+    pooled: Tensor
+    sequence: Tensor | None
+    divisors: Tensor | None
+    winners: Tensor | None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Whose rows a call reads and trains."""
+
+    tables: Sequence[Tensor]
+    states: Sequence[Tensor]
+    trainable: Sequence[bool]
+    bounds_check: str
+
+    def update_metadata(self) -> Any:
+        return update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
+
+
+def run_forward(program: str, storage: Storage, batch: Batch, sequence_elements: int) -> Kept:
+    """A training forward, by whichever kernel."""
+    kernel = kernel_of(program)
+    metadata = metadata_of(storage.tables, storage.bounds_check)
+    found = kernel(metadata, storage.tables, batch, sequence_elements, storage.bounds_check)
+    pooled, sequence, divisors, winners = found if len(found) == len(Kept._fields) else (*found, None, None)
+    return Kept(pooled, sequence, divisors, winners)
+
+
+def run_update(
+    program: str, storage: Storage, batch: Batch, gradients: Gradients, hyper: Tensor, counters: Tensor
+) -> Tensor:
+    """Rows and states updated in place; 0, or infinite if gradients are not finite and nothing was changed."""
+    kernel: Any = kernel_of(program)
+    verdict: Tensor = kernel(
+        storage.update_metadata(),
+        storage.tables,
+        storage.states,
+        batch,
+        gradients,
+        hyper,
+        counters,
+        storage.bounds_check,
+    )
+    torch.autograd.graph.increment_version([*storage.tables, counters])  # whoever saved a row for a backward must know
+    return verdict
+
+
+def run_reduce(program: str, storage: Storage, batch: Batch, gradients: Gradients) -> list[tuple[Tensor, Tensor]]:
+    """Of every table the rows that occur and their gradients."""
+    kernel: Any = kernel_of(program)
+    found: list[tuple[Tensor, Tensor]] = kernel(
+        storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check
+    )
+    return found
+
+
+def run_weight_gradient(program: str, storage: Storage, batch: Batch, gradients: Gradients) -> Tensor:
+    """The gradient of the batch's weights."""
+    kernel: Any = kernel_of(program)
+    found: Tensor = kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
+    return found
+
+
+def refuse_double_backward() -> None:
+    """Raises inside a backward that autograd records for another one."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(DOUBLE_BACKWARD)

@@ -37,3 +37,7 @@ class MissingKernelError(EmbforgeError, RuntimeError):
 
 class CacheError(EmbforgeError, RuntimeError):
     """The kernel cache has no safe place to live. The message holds the remedy."""
+
+
+class RuleError(EmbforgeError, ValueError):
+    """An update rule that cannot be used: names the rule, the line, what is wrong there and what is allowed."""

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from embforge import optim as optim
     from embforge.codegen.errors import CacheError as CacheError
     from embforge.codegen.errors import CompileError as CompileError
     from embforge.codegen.errors import EmbforgeError as EmbforgeError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from embforge.codegen.errors import LaunchError as LaunchError
     from embforge.codegen.errors import MissingKernelError as MissingKernelError
     from embforge.codegen.errors import PlanError as PlanError
+    from embforge.codegen.errors import RuleError as RuleError
     from embforge.codegen.errors import SpecError as SpecError
     from embforge.codegen.errors import ToolchainError as ToolchainError
     from embforge.codegen.params import CpuParams as CpuParams
@@ -43,13 +45,16 @@ _HOME = {
     "LaunchError": "embforge.codegen.errors",
     "MissingKernelError": "embforge.codegen.errors",
     "PlanError": "embforge.codegen.errors",
+    "RuleError": "embforge.codegen.errors",
     "SpecError": "embforge.codegen.errors",
     "TableSpec": "embforge.codegen.spec",
     "ToolchainError": "embforge.codegen.errors",
     "explain": "embforge.explanation",
 }
 
-__all__ = sorted([*_HOME, "__version__"])
+_MODULES = ("optim",)
+
+__all__ = sorted([*_HOME, *_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -57,6 +62,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("embforge")
+    if name in _MODULES:
+        return import_module(f"embforge.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'embforge' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(_HOME[name]), name)

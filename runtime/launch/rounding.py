@@ -1,0 +1,112 @@
+"""How new rows of narrow tables are stored: rounding, and the random numbers of the stochastic kind. In plain torch.
+
+The generator is Philox4x32-10 (Salmon et al., 2011): a function of a key and a counter, so a number depends on where it
+is used and on nothing else. `PHILOX_ROUNDS` in codegen/semantics.py says what is key and what is counter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.rules.rule import Rounding
+from embforge.codegen.semantics import PHILOX_ROUNDS
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four words a counter, each 32 bits in an int64."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(PHILOX_ROUNDS):
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # wraps, but its 64 bits are right
+        high0, high1 = product0 >> 32 & WORD, product1 >> 32 & WORD
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & WORD, high0 ^ c3 ^ k1, product0 & WORD
+        k0, k1 = k0 + KEY_STEPS[0] & WORD, k1 + KEY_STEPS[1] & WORD
+    return c0, c1, c2, c3
+
+
+def random16(seed: int, t: int, table: int, rows: Tensor, dim: int) -> Tensor:
+    """16 random bits for every element of these rows at step `t`: int64 [n, dim]."""
+    groups = torch.arange(-(-dim // 8), device=rows.device)
+    shape = (rows.numel(), groups.numel())
+    wide = rows.long()[:, None].expand(shape)
+    counter = (groups.expand(shape), wide & WORD, (wide >> 32 | table << 8) & WORD, torch.full_like(wide, t & WORD))
+    words = torch.stack(philox(counter, (seed & WORD, seed >> 32 & WORD)), dim=-1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    return halves.flatten(1)[:, :dim]
+
+
+@dataclass(frozen=True)
+class _Format:
+    """A narrow format, by its distance from fp32."""
+
+    dropped: int
+    """Bits of fp32's fraction that it has not."""
+    rebias: int
+    """What fp32's exponent is larger by."""
+    largest: int
+    """Bits of the largest finite number."""
+    infinity: int
+    """Bits of what an infinity becomes."""
+    nan: int
+    scale: float
+    """One over the smallest subnormal; 0: its subnormals are fp32's, shortened."""
+    bits: torch.dtype
+
+
+_FORMATS = {
+    "bf16": _Format(16, 0, 0x7F7F, 0x7F80, 0x7FC0, 0.0, torch.int16),
+    "fp16": _Format(13, 112, 0x7BFF, 0x7C00, 0x7E00, 2.0**24, torch.int16),
+    "fp8_e4m3": _Format(20, 120, 0x7E, 0x7E, 0x7F, 2.0**9, torch.uint8),
+}
+
+
+def rounded(x: Tensor, dtype_name: str, rounding: Rounding, random: Tensor | None = None) -> Tensor:
+    """fp32 numbers in a table's format. `random`, for the stochastic kind, holds 16 bits a number as int64.
+
+    Finite numbers never become infinite, and results keep the sign of `x`, zeros too; NaN has none.
+    """
+    if dtype_name == "fp32":
+        return x
+    form = _FORMATS[dtype_name]
+    if rounding == "stochastic" and random is None:
+        raise ValueError(f"rounding={rounding!r} to {dtype_name} needs random numbers; pass random")
+    chance = random if rounding == "stochastic" else None
+    everything = x.contiguous().view(torch.int32).long() & WORD
+    magnitude = everything & 0x7FFFFFFF
+    result = _normal(magnitude, form, chance)
+    if form.scale:
+        smallest = (form.rebias + 1) << 23
+        result = torch.where(magnitude < smallest, _subnormal(x.abs() * form.scale, chance), result)
+    result = result.clamp(max=form.largest)
+    result = result.masked_fill(x.isinf(), form.infinity)
+    sign_at = 15 if form.bits == torch.int16 else 7
+    result = (everything >> 31 << sign_at | result).masked_fill(x.isnan(), form.nan)
+    return result.to(form.bits).view(getattr(torch, DTYPES[dtype_name].torch_name))
+
+
+def _normal(magnitude: Tensor, form: _Format, chance: Tensor | None) -> Tensor:
+    """Adds what decides the rounding to the bits that are dropped; a carry into the exponent is right."""
+    if chance is None:
+        half = (1 << form.dropped - 1) - 1
+        added = half + (magnitude >> form.dropped & 1)
+    elif form.dropped > 16:
+        added = chance << form.dropped - 16 | 1 << form.dropped - 17  # the middle of what 16 bits leave open
+    else:
+        added = chance >> 16 - form.dropped
+    return (magnitude + added >> form.dropped) - (form.rebias << 23 - form.dropped)
+
+
+def _subnormal(steps: Tensor, chance: Tensor | None) -> Tensor:
+    """A subnormal's bits are its size in steps of the smallest one."""
+    if chance is None:
+        return steps.round().long()  # half to even
+    whole = steps.floor()
+    return whole.long() + ((steps - whole) * 65536 > chance.to(steps.dtype))

@@ -1,0 +1,172 @@
+"""What an update rule means, in plain torch operations: the truth that the generated code is tested against."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embforge.codegen.rules.language import program_of
+from embforge.codegen.rules.program import Choice, Kind, Node, Number, Operation, Reduction
+from embforge.codegen.rules.rule import HYPER, Update
+from embforge.codegen.semantics import ROW_LANES
+from embforge.launch.reference import ieee_sqrt
+
+Value = np.float64 | Tensor
+"""A scalar in fp64, a row's numbers [n, 1] or elements [n, D]."""
+
+
+def apply_rule(
+    update: Update,
+    hyper: Sequence[float],
+    t: int,
+    g: Tensor,
+    w: Tensor,
+    states: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """New rows and new states of n rows: `g` and `w` are [n, D], a state is [n, D] or, per row, [n].
+
+    `hyper` is as a kernel gets it: `HYPER`, then the rule's own numbers. With float32 every operation is IEEE and
+    rounded, as in the generated code; with float64 the same formulas are computed without that rounding.
+    """
+    return _Evaluation(update, hyper, t, g, w, states, dtype).results()
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """[n, D] -> [n]: in `ROW_LANES` interleaved sums, that are then added by halves."""
+    rows, dim = x.shape
+    depth = -(-dim // ROW_LANES)
+    padded = torch.nn.functional.pad(x, (0, depth * ROW_LANES - dim)).view(rows, depth, ROW_LANES)
+    lanes = torch.zeros((rows, ROW_LANES), dtype=x.dtype, device=x.device)
+    for step in range(depth):
+        lanes = lanes + padded[:, step]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+class _Evaluation:
+    """One call of a rule: the steps of its program in order, by name."""
+
+    def __init__(
+        self,
+        update: Update,
+        hyper: Sequence[float],
+        t: int,
+        g: Tensor,
+        w: Tensor,
+        states: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self.program = program_of(update.rule)
+        self.dtype = dtype
+        self.t = t
+        self.shapes = {Kind.ROW: (g.shape[0], 1), Kind.ELEMENT: tuple(g.shape)}
+        self.device = g.device
+        numbers = zip((*HYPER, *update.rule.hyper), hyper, strict=True)
+        self.values: dict[str, Value] = {name: np.float64(number) for name, number in numbers}
+        self.values |= {"t": np.float64(t), "g": g.to(dtype), "w": w.to(dtype)}
+        for state in update.rule.states:
+            given = states[state.name].to(dtype)
+            self.values[state.name] = given if state.extent == "element" else given[:, None]
+
+    def results(self) -> tuple[Tensor, dict[str, Tensor]]:
+        with np.errstate(all="ignore"):  # IEEE says what a division by zero is
+            for step in self.program.steps:
+                if isinstance(step, Reduction):
+                    self.values[step.name] = self.reduced(step)
+                    continue
+                value = self.value(step.value)
+                if step.kind != Kind.SCALAR:
+                    value = self.tensor(value).expand(self.shapes[step.kind])
+                self.values[step.name] = value
+        found = {name: self.tensor(self.values[result.name]) for name, result in self.program.results}
+        rows = {state.name for state in self.program.rule.states if state.extent == "row"}
+        new = {name: (value[:, 0] if name in rows else value).contiguous() for name, value in found.items()}
+        return new.pop("w"), new
+
+    def reduced(self, step: Reduction) -> Tensor:
+        x = self.tensor(self.value(step.value))
+        total = row_sum(x * x if step.fold == "norm" else x)[:, None]
+        if step.fold == "mean":
+            return total / torch.full((1, 1), float(x.shape[1]), dtype=self.dtype, device=self.device)
+        return ieee_sqrt(total) if step.fold == "norm" else total
+
+    def tensor(self, value: Value) -> Tensor:
+        """A scalar is rounded where it meets tensors. Never as a Python number: torch may divide by those its way."""
+        if isinstance(value, Tensor):
+            return value
+        return torch.full((1, 1), float(value), dtype=torch.float64, device=self.device).to(self.dtype)
+
+    def value(self, node: Node) -> Value:
+        if isinstance(node, Number):
+            return np.float64(node.value)
+        if not isinstance(node, Operation | Choice):
+            return self.values[node.name]
+        operands = [self.value(operand) for operand in node.operands]
+        if node.kind == Kind.SCALAR:
+            return self.scalar(node, [np.float64(operand) for operand in operands])
+        tensors = [self.tensor(operand) for operand in operands]
+        if isinstance(node, Choice):
+            left, right, yes, no = tensors
+            return torch.where(_RELATIONS[node.relation](left, right), yes, no)
+        computed: Tensor = _computed(node.operator, tensors)
+        return computed
+
+    def scalar(self, node: Operation | Choice, operands: list[np.float64]) -> np.float64:
+        if isinstance(node, Choice):
+            left, right, yes, no = operands
+            return yes if _RELATIONS[node.relation](left, right) else no
+        if node.operator == "power":
+            return power(operands[0], self.t)
+        return np.float64(_computed(node.operator, operands))
+
+
+def power(base: np.float64, exponent: int) -> np.float64:
+    """By squaring, lowest bit of the exponent first: the same roundings as in the generated code."""
+    result = np.float64(1.0)
+    while exponent:
+        if exponent & 1:
+            result = result * base
+        base, exponent = base * base, exponent >> 1
+    return result
+
+
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+
+
+def _computed(name: str, operands: Sequence[Any]) -> Any:
+    """One operation on tensors, or on scalars."""
+    first = operands[0]
+    if name == "abs":
+        return abs(first)
+    if name == "sqrt":
+        return ieee_sqrt(first) if isinstance(first, Tensor) else np.sqrt(first)
+    if len(operands) == 1:
+        return -first
+    second = operands[1]
+    if name in _OPERATORS:
+        return _OPERATORS[name](first, second)
+    takes_first = first < second if name == "min" else first > second
+    if isinstance(first, Tensor):
+        return torch.where(takes_first, first, second)
+    return first if takes_first else second

@@ -1,0 +1,414 @@
+"""Optimizers that are fused into the backward pass, and `custom` to write one: `ef.optim.Adam(lr=1e-3)`.
+
+An optimizer is a value: a rule and its numbers. It holds no state and knows no module; changing a number never compiles
+anything. Names and defaults are torch.optim's where torch has the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from embforge.codegen.errors import RuleError
+from embforge.codegen.rules import builtin
+from embforge.codegen.rules.language import program_of
+from embforge.codegen.rules.rule import Extent, Rounding, Rule, State, Update
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Custom",
+    "CustomRule",
+    "Ftrl",
+    "Momentum",
+    "Nesterov",
+    "Optimizer",
+    "RMSProp",
+    "RowwiseAdagrad",
+    "RowwiseAdam",
+    "custom",
+]
+
+OPTIONS = ("lr", "weight_decay", "decoupled", "max_row_norm", "rounding")
+"""What every optimizer takes."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What all optimizers have. `lr` may be a tensor of one element.
+
+    `weight_decay` times the row is added to the gradient, or with `decoupled` taken off the row as in AdamW.
+    `max_row_norm` limits the norm of each row's gradient. `rounding` is how rows of narrow tables are stored.
+    """
+
+    lr: float | Tensor = 1e-3
+    _: KW_ONLY
+    weight_decay: float = 0.0
+    decoupled: bool = False
+    max_row_norm: float | None = None
+    rounding: Rounding = "stochastic"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lr, int | float):
+            self._check_lr_tensor(self.lr)
+        else:
+            self._check("lr", self.lr)
+        self._check("weight_decay", self.weight_decay)
+        if self.max_row_norm is not None:
+            self._check("max_row_norm", self.max_row_norm, above=True)
+        if self.rounding not in get_args(Rounding):
+            allowed = ", ".join(map(repr, get_args(Rounding)))
+            raise RuleError(f"{self._name}: rounding={self.rounding!r} is not allowed; allowed: {allowed}")
+        for name, value in self._numbers().items():
+            self._check(name, value, below=1.0 if name in _FRACTIONS else math.inf)
+
+    @property
+    def update(self) -> Update:
+        """What a backward does with it: the rule with the options that are used, and the rounding."""
+        decay: builtin.Decay = "none" if not self.weight_decay else "decoupled" if self.decoupled else "l2"
+        clipped = self.max_row_norm is not None
+        return Update(builtin.with_options(self._rule(), decay=decay, clipped=clipped), self.rounding)
+
+    @property
+    def hyper_values(self) -> tuple[float, ...]:
+        """The rule's own numbers, in the order of `update.rule.hyper`."""
+        options = {"weight_decay": self.weight_decay, "max_row_norm": self.max_row_norm}
+        numbers: dict[str, Any] = {**options, **self._numbers()}
+        return tuple(float(numbers[name]) for name in self.update.rule.hyper)
+
+    @property
+    def initial_states(self) -> dict[str, float]:
+        """What each state is before the first update."""
+        return {state.name: 0.0 for state in self._rule().states} | self._initial()
+
+    def _rule(self) -> Rule:
+        """The rule without the options."""
+        raise NotImplementedError
+
+    def _numbers(self) -> dict[str, float]:
+        """The rule's own numbers by name."""
+        return {}
+
+    def _initial(self) -> dict[str, float]:
+        """States that do not start at zero."""
+        return {}
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _check(self, name: str, value: float, *, below: float = math.inf, above: bool = False) -> None:
+        fits = isinstance(value, int | float) and 0 <= value < below and not (above and value == 0)
+        if not fits:
+            limit = f" < {below:g}" if math.isfinite(below) else ", a finite number"
+            raise RuleError(f"{self._name}: {name}={value!r} is not allowed; 0 <{'' if above else '='} {name}{limit}")
+
+    def _check_lr_tensor(self, lr: Any) -> None:
+        if not hasattr(lr, "numel") or lr.numel() != 1 or not lr.is_floating_point():
+            raise RuleError(
+                f"{self._name}: lr={lr!r} is not allowed; a number, or a floating point tensor of one element"
+            )
+
+
+_FRACTIONS = ("beta1", "beta2", "alpha", "momentum")
+"""Numbers that say how much of a running mean is kept."""
+
+
+def _moments(optimizer: Optimizer, betas: Any, eps: float) -> dict[str, float]:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        name = type(optimizer).__name__
+        raise RuleError(f"{name}: betas={betas!r} is not allowed; two numbers, such as (0.9, 0.999)")
+    return {"beta1": betas[0], "beta2": betas[1], "eps": eps}
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """`w -= lr * g`."""
+
+    def _rule(self) -> Rule:
+        return builtin.sgd()
+
+
+@dataclass(frozen=True)
+class Momentum(Optimizer):
+    """torch.optim.SGD with momentum, and no dampening."""
+
+    momentum: float = 0.9
+
+    def _rule(self) -> Rule:
+        return builtin.momentum()
+
+    def _numbers(self) -> dict[str, float]:
+        return {"momentum": self.momentum}
+
+
+@dataclass(frozen=True)
+class Nesterov(Momentum):
+    """torch.optim.SGD with momentum and nesterov=True."""
+
+    def _rule(self) -> Rule:
+        return builtin.nesterov()
+
+
+@dataclass(frozen=True)
+class RowwiseAdagrad(Optimizer):
+    """Adagrad with one accumulator a row: the mean of the squared gradient."""
+
+    lr: float | Tensor = 1e-2
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("initial_accumulator_value", self.initial_accumulator_value)
+
+    def _rule(self) -> Rule:
+        return builtin.rowwise_adagrad()
+
+    def _numbers(self) -> dict[str, float]:
+        return {"eps": self.eps}
+
+    def _initial(self) -> dict[str, float]:
+        return {"s": float(self.initial_accumulator_value)}
+
+
+@dataclass(frozen=True)
+class Adagrad(RowwiseAdagrad):
+    """torch.optim.Adagrad."""
+
+    lr_decay: float = 0.0
+
+    def _rule(self) -> Rule:
+        return builtin.adagrad(lr_decay=self.lr_decay != 0)
+
+    def _numbers(self) -> dict[str, float]:
+        return {"eps": self.eps, "lr_decay": self.lr_decay}
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """torch.optim.Adam on the rows that occur, as torch.optim.SparseAdam; with `decoupled` decay, AdamW."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def _rule(self) -> Rule:
+        return builtin.adam()
+
+    def _numbers(self) -> dict[str, float]:
+        return _moments(self, self.betas, self.eps)
+
+
+@dataclass(frozen=True)
+class RowwiseAdam(Adam):
+    """Adam whose second moment is one number a row: the mean of the squared gradient."""
+
+    def _rule(self) -> Rule:
+        return builtin.rowwise_adam()
+
+
+@dataclass(frozen=True)
+class RMSProp(Optimizer):
+    """torch.optim.RMSprop, neither centered nor with momentum."""
+
+    lr: float | Tensor = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+
+    def _rule(self) -> Rule:
+        return builtin.rmsprop()
+
+    def _numbers(self) -> dict[str, float]:
+        return {"alpha": self.alpha, "eps": self.eps}
+
+
+@dataclass(frozen=True)
+class Ftrl(Optimizer):
+    """FTRL-Proximal (McMahan et al. 2013). Rows follow from its state: what they were before is soon forgotten."""
+
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    initial_accumulator_value: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("initial_accumulator_value", self.initial_accumulator_value)
+        if isinstance(self.lr, int | float):
+            self._check("lr", self.lr, above=True)  # it divides by lr
+
+    def _rule(self) -> Rule:
+        return builtin.ftrl()
+
+    def _numbers(self) -> dict[str, float]:
+        return {"beta": self.beta, "l1": self.l1, "l2": self.l2}
+
+    def _initial(self) -> dict[str, float]:
+        return {"n": float(self.initial_accumulator_value)}
+
+
+@dataclass(frozen=True)
+class _WithOwnDecay(Optimizer):
+    """Rules in whose formula weight decay has its place."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decoupled:
+            raise RuleError(f"{self._name}: decoupled=True is not allowed; its formula says where weights decay")
+
+    @property
+    def update(self) -> Update:
+        return Update(builtin.with_options(self._rule(), clipped=self.max_row_norm is not None), self.rounding)
+
+
+@dataclass(frozen=True)
+class LAMB(_WithOwnDecay):
+    """Adam with a trust ratio a row (You et al. 2020)."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+
+    def _rule(self) -> Rule:
+        return builtin.lamb(decay=self.weight_decay != 0)
+
+    def _numbers(self) -> dict[str, float]:
+        return _moments(self, self.betas, self.eps)
+
+
+@dataclass(frozen=True)
+class LARS(_WithOwnDecay):
+    """Momentum with a trust ratio a row (You et al. 2017)."""
+
+    momentum: float = 0.9
+    trust_coefficient: float = 1e-3
+    eps: float = 1e-8
+
+    def _rule(self) -> Rule:
+        return builtin.lars(decay=self.weight_decay != 0)
+
+    def _numbers(self) -> dict[str, float]:
+        return {"momentum": self.momentum, "trust": self.trust_coefficient, "eps": self.eps}
+
+
+# ---- Rules of users -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CustomRule:
+    """What `custom` gives: call it with a learning rate, and maybe other numbers, for an optimizer."""
+
+    rule: Rule
+    defaults: tuple[tuple[str, float], ...]
+    initial: tuple[tuple[str, float], ...]
+
+    def __call__(
+        self,
+        lr: float | Tensor = 1e-3,
+        *,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        max_row_norm: float | None = None,
+        rounding: Rounding = "stochastic",
+        **hyper: float,
+    ) -> Custom:
+        known = dict(self.defaults)
+        for name in hyper:
+            if name not in known:
+                allowed = ", ".join((*OPTIONS, *known))
+                raise RuleError(f"rule {self.rule.name!r} has no number {name!r}; it has {allowed}")
+        return Custom(
+            lr,
+            definition=self,
+            numbers=tuple((known | hyper).items()),
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            max_row_norm=max_row_norm,
+            rounding=rounding,
+        )
+
+
+@dataclass(frozen=True)
+class Custom(Optimizer):
+    """A user's rule with its numbers."""
+
+    _: KW_ONLY
+    definition: CustomRule
+    numbers: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        program_of(self.update.rule)  # an option may make no sense with it
+
+    @property
+    def _name(self) -> str:
+        return self.definition.rule.name
+
+    def _rule(self) -> Rule:
+        return self.definition.rule
+
+    def _numbers(self) -> dict[str, float]:
+        return dict(self.numbers)
+
+    def _initial(self) -> dict[str, float]:
+        return dict(self.definition.initial)
+
+    def _check(self, name: str, value: float, *, below: float = math.inf, above: bool = False) -> None:
+        if name in dict(self.numbers):  # what else is right for them, their author knows
+            _finite(self._name, name, value)
+        else:
+            super()._check(name, value, below=below, above=above)
+
+
+def custom(
+    name: str,
+    state: Mapping[str, str],
+    rule: str,
+    hyper: Mapping[str, float] | None = None,
+    initial: Mapping[str, float] | None = None,
+) -> CustomRule:
+    """An optimizer of your own, from a few lines of the rule language (docs/custom_rules.md).
+
+    `state` says of each state whether it is per "row" or per "element"; `hyper` gives the rule's numbers and their
+    defaults; `initial` what states start at, if not at 0. The rule is checked here and never executed: `RuleError`
+    names the line, what is wrong with it and what is allowed.
+
+        Signum = ef.optim.custom(
+            "signum",
+            state={"m": "element"},
+            rule="m = beta * m + (1 - beta) * g\\nw -= lr * sign(m)",
+            hyper={"beta": 0.9},
+        )
+        module = ef.EmbeddingCollection(spec, optimizer=Signum(lr=0.01))
+    """
+    lines = tuple(line.strip() for line in rule.splitlines() if line.strip() and not line.strip().startswith("#"))
+    states = tuple(State(key, cast(Extent, extent)) for key, extent in state.items())
+    defaults, start = dict(hyper or {}), dict(initial or {})
+    for key in start:
+        if key not in state:
+            raise RuleError(
+                f"rule {name!r}: initial value of {key!r}, which is no state; it has {', '.join(state) or 'none'}"
+            )
+    for key, value in (defaults | start).items():
+        _finite(name, key, value)
+    made = Rule(name, lines, states, tuple(defaults))
+    for key in (*state, *defaults, *(step.name for step in program_of(made).steps)):
+        if key in OPTIONS:
+            raise RuleError(f"rule {name!r}: {key!r} is an option that every rule has; choose another name")
+    return CustomRule(
+        made,
+        tuple((key, float(value)) for key, value in defaults.items()),
+        tuple((key, float(value)) for key, value in start.items()),
+    )
+
+
+def _finite(rule: str, name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise RuleError(f"rule {rule!r}: {name}={value!r} is not allowed; a finite number")

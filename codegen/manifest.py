@@ -131,6 +131,11 @@ def find_kernel(directory: Path, plan: Plan, source: str) -> dict[str, Any] | No
 def gen_command(plan: Plan, directory: Path | None) -> str:
     """The command that emits exactly this plan's kernel; the spec's file is not known here, hence SPEC."""
     words = ["embforge gen SPEC", f"--target {plan.target}", f"--arch {plan.arch}", f"--ids {plan.id_dtype}"]
+    if plan.op != "forward":
+        from embforge.codegen.training import SPARSE, name_of
+
+        rule = SPARSE if plan.update is None else name_of(plan.update) or "RULE.json"
+        words.append(f"--train {rule}")
     for field in fields(plan.params):
         value = getattr(plan.params, field.name)
         if value != field.default:

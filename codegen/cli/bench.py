@@ -1,4 +1,4 @@
-"""`embforge bench`: a spec's lookup timed beside the libraries people use today."""
+"""`embforge bench`: a spec's lookup or training step timed beside the libraries people use today."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="How ids, bag lengths and batches are drawn, e.g. zipf:1.05,len=geo:20,batch=2048.",
 )
+@click.option("--train", metavar="RULE", help="Time training steps with RULE: sgd, adagrad, rowwise_adagrad, adam.")
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="Time to spend.")
 @param_option
 @json_option
@@ -46,25 +47,38 @@ def bench(
     on: str,
     against: str,
     workload: str,
+    train: str | None,
     seconds: float,
     overrides: Sequence[str],
     as_json: bool,
 ) -> None:
     """Time SPEC's lookup, interleaved with its peers and with the machine's gather limit; compare the outputs.
 
-    Exits with 1 if the outputs of two libraries differ by more than rounding. Ratios are shown only if nobody else
-    used the machine meanwhile; --json has "disturbed".
+    With --train a whole training step (forward, backward, update), and the limit is that every changed row is read and
+    written back once; new rows are compared with the rule's formula.
+
+    Exits with 1 if results differ by more than rounding. Ratios are shown only if nobody else used the machine
+    meanwhile; --json has "disturbed".
     """
     from embforge.tuner.bench import bench_spec
     from embforge.tuner.peers import PEERS
+    from embforge.tuner.training import bench_training
+    from embforge.tuner.training_rules import RULES
 
     peers = [name.strip() for name in against.split(",") if name.strip()]
     for name in peers:
         if name not in PEERS:
             raise click.UsageError(f"--against {name!r} is not known; allowed: {', '.join(PEERS)}", ctx)
+    if train is not None and train not in RULES:
+        raise click.UsageError(f"--train {train!r} is not known; allowed: {', '.join(RULES)}", ctx)
+    if train is not None and overrides:
+        raise click.UsageError("--param sets fields of a lookup's plan; leave it out with --train", ctx)
     params = params_of(on, overrides) if overrides else None
     with waiting(f"timing {spec.name} for about {seconds:g} s"):
-        report = bench_spec(spec, on=on, against=peers, workload=workload, seconds=seconds, params=params)
+        if train is None:
+            report = bench_spec(spec, on=on, against=peers, workload=workload, seconds=seconds, params=params)
+        else:
+            report = bench_training(spec, train, on=on, against=peers, workload=workload, seconds=seconds)
     if as_json:
         print_json(report.to_json())
     else:
@@ -79,14 +93,17 @@ def timing_table(report: Any) -> Table:
     """A line a contender: median, spread, and its time over ours (not if others used the machine meanwhile)."""
     from rich.table import Table
 
-    title = f"{report.spec} on {report.on}: {report.workload}, {report.ids:,} ids a batch"
+    what = f"training steps ({report.train})" if report.train else "lookups"
+    title = f"{report.spec} on {report.on}: {what}, {report.workload}, {report.ids:,} ids a batch"
     table = Table("", title=title, title_justify="left")
     for heading in ("median", "20 % .. 80 %", "time / ours"):
         table.add_column(heading, justify="right")
+    limit = "changed rows read and written back once" if report.train else "the machine's gather limit"
+    names = {"limit": f"limit ({limit})", "gather limit": "gather limit (all rows read)"}
     for timing in report.timings:
         ratio = report.ratios.get(timing.name) or (report.limit_share if timing.name == "limit" else None)
         table.add_row(
-            f"{timing.name} (the machine's gather limit)" if timing.name == "limit" else timing.name,
+            names.get(timing.name, timing.name),
             f"{timing.median:,.0f} µs",
             f"{timing.low:,.0f} .. {timing.high:,.0f} µs",
             f"{ratio.median:.2f}" if ratio and not report.disturbed else "",
@@ -102,6 +119,12 @@ def notes_of(report: Any) -> list[str]:
             f"other processes used {report.others:.1f} CPUs meanwhile. That slows parallel loops out of proportion and "
             "not all contenders alike, so these times do not compare: run it again on a quiet machine"
         )
+    elif report.both_share is not None:
+        notes.append(f"gather limit and limit together / ours: {report.both_share.median:.2f}")
+    if report.train:  # who computes what may differ: torch has no row-wise Adagrad
+        notes += [f"{timing.name}: {timing.note}" for timing in report.timings]
     notes += [f"{name} did not take part: {why}" for name, why in report.skipped.items()]
-    notes += [f"{name}: outputs differ from ours by {report.differences[name]:.2g}" for name in report.disagreeing]
+    than = "what its rule says" if report.train else "ours"
+    what = "new rows" if report.train else "outputs"
+    notes += [f"{name}: {what} differ from {than} by {report.differences[name]:.2g}" for name in report.disagreeing]
     return notes

@@ -101,7 +101,45 @@ def plans_for(
     return [Plan("forward", target, arch, ids, spec, params) for arch in archs for ids in id_dtypes]
 
 
-def params_of(target: str, overrides: Iterable[str]) -> Any:
+def training_plans_for(
+    spec: CollectionSpec,
+    target: str,
+    archs: Iterable[str],
+    id_dtypes: Iterable[str],
+    overrides: Iterable[str],
+    rules: Iterable[str],
+    accumulate: bool,
+) -> list[Plan]:
+    """All plans that training a spec by each of the rules may run, none of them twice. Overrides name fields of a
+    forward or of a backward: each goes where its field is."""
+    from embforge.codegen.training import training_plans, update_named
+
+    forward, backward = _split_overrides(target, overrides)
+    params, behind = params_of(target, forward), params_of(target, backward, "backward")
+    found: dict[str, Plan] = {}
+    for update in [update_named(rule) for rule in rules]:
+        for arch in archs:
+            for ids in id_dtypes:
+                plans = training_plans(
+                    spec, target, arch, ids, params, behind, update, accumulate and update is not None
+                )
+                found |= {plan.uri: plan for plan in plans.values()}
+    return list(found.values())
+
+
+def _split_overrides(target: str, overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Overrides by the op whose params have the field; one that both have goes to both, one of neither to the first."""
+    from dataclasses import fields
+
+    from embforge.codegen.params import params_type
+
+    names = {op: {f.name for f in fields(params_type(target, op))} for op in ("forward", "backward")}
+    given = [(text, text.partition("=")[0].strip()) for text in overrides]
+    backward = [text for text, field in given if field in names["backward"]]
+    return [text for text, field in given if field in names["forward"] or field not in names["backward"]], backward
+
+
+def params_of(target: str, overrides: Iterable[str], op: str = "forward") -> Any:
     """The target's default params with `field=value` overrides applied; `PlanError` names what is wrong."""
     from embforge.codegen.errors import PlanError
     from embforge.codegen.params import params_from
@@ -112,7 +150,7 @@ def params_of(target: str, overrides: Iterable[str]) -> Any:
         if not separator:
             raise PlanError(f"--param {override!r} is not FIELD=VALUE, e.g. --param prefetch_bytes=4096")
         values[field.strip()] = _value(text.strip())
-    return params_from(target, values)
+    return params_from(target, values, op)
 
 
 def print_json(data: Any) -> None:

@@ -18,6 +18,7 @@ from embforge.codegen.cli.common import (
     print_json,
     spec_argument,
     stage_bar,
+    training_plans_for,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +39,16 @@ ID_CHOICES = {"int64": ("int64",), "int32": ("int32",), "both": ("int64", "int32
 )
 @click.option("--out", "out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Where to write.")
 @click.option("--ids", type=click.Choice(list(ID_CHOICES)), default="int64", show_default=True, help="Type of the ids.")
+@click.option(
+    "--train",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="Emit what training by this rule takes, too: sgd, adam, rowwise_adagrad, ... with +l2, +decoupled, +clip or "
+    "+nearest for options that change the code, as adam+decoupled; none: sparse gradients for torch.optim. May be "
+    "repeated. Numbers such as the learning rate are never compiled in.",
+)
+@click.option("--accumulate", is_flag=True, help="With --train: the kernels of accumulate=True, too.")
 @click.option("--sources-only", is_flag=True, help="Emit sources and the manifest, compile nothing.")
 @param_option
 @json_option
@@ -47,6 +58,8 @@ def gen(
     archs: Sequence[str],
     out: Path,
     ids: str,
+    rules: Sequence[str],
+    accumulate: bool,
     sources_only: bool,
     overrides: Sequence[str],
     as_json: bool,
@@ -58,7 +71,11 @@ def gen(
     """
     from embforge.codegen.manifest import MANIFEST
 
-    plans = plans_for(spec, target, archs or default_archs(target), ID_CHOICES[ids], overrides)
+    chosen = archs or default_archs(target)
+    if rules:
+        plans = training_plans_for(spec, target, chosen, ID_CHOICES[ids], overrides, rules, accumulate)
+    else:
+        plans = plans_for(spec, target, chosen, ID_CHOICES[ids], overrides)
     records = emit(plans, out, sources_only=sources_only)
     if as_json:
         print_json({"directory": str(out), "manifest": str(out / MANIFEST), "kernels": records})

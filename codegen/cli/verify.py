@@ -46,6 +46,13 @@ COUNTED_WORKLOAD = "uniform,len=geo:20,batch=256"
 @click.option("--quick", is_flag=True, help="Only the default plan fields, not a covering set of them.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of tables, batches, schedules.")
 @click.option("--arch", help="With --on simt: the GPU whose kernels run, sm_75 .. sm_120.  [default: sm_90]")
+@click.option(
+    "--train",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="Train by this rule, too, and compare rows and states: sgd, adam, adam+l2, ... May be repeated.",
+)
 @click.option("--counters", is_flag=True, help="With --on simt: count what memory instructions cost, kernel by kernel.")
 @click.option("--workload", help=f"The batch that --counters counts.  [default: {COUNTED_WORKLOAD}]")
 @click.option(
@@ -64,6 +71,7 @@ def verify(
     quick: bool,
     seed: int,
     arch: str | None,
+    rules: Sequence[str],
     counters: bool,
     workload: str | None,
     report_path: Path | None,
@@ -80,6 +88,7 @@ def verify(
     --on cuda writes a report file, also if kernels fail: please attach it to an issue, whatever it says.
     """
     from embforge.codegen.cli.report import report_data, report_name, verdict, why_not_writable, write_report
+    from embforge.codegen.training import update_named
     from embforge.tuner.workload import parse
     from embforge.verify import verify as run_checks
 
@@ -90,6 +99,8 @@ def verify(
     workload = workload or COUNTED_WORKLOAD
     if counters:
         parse(workload)  # a mistake in it shows before the long work
+    for rule in rules:
+        update_named(rule)
     if on == "cuda" or report_path is not None:
         directory = report_path.parent if report_path is not None else Path()
         if (reason := why_not_writable(directory)) is not None:
@@ -100,6 +111,8 @@ def verify(
     params = params_of(on, overrides) if quick or overrides else None
     with stage_bar() as tell:
         report = run_checks(spec, on=on, arch=arch, params=params and [params], seed=seed, progress=tell)
+        if rules and report.passed:
+            report = replace(report, rows=(*report.rows, *trained(spec, on, rules, seed, tell)))
     if on == "cuda":
         report_path = report_path or Path(report_name(spec, report, began))
     if not as_json:
@@ -120,6 +133,13 @@ def verify(
         if not as_json:
             console().print(f"report: {report_path}", soft_wrap=True, markup=False)
     ctx.exit(OK if report.passed else CHECK_FAILED)
+
+
+def trained(spec: CollectionSpec, on: str, rules: Sequence[str], seed: int, tell: Any) -> Sequence[VerifyRow]:
+    """A row for each rule."""
+    from embforge.verify_training import training_rows
+
+    return list(training_rows(spec, on, rules, seed=seed, progress=tell))
 
 
 def count(

@@ -1,0 +1,136 @@
+"""Which kernels training a collection takes: what a module loads and `embforge gen --train` emits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+from embforge.codegen.errors import RuleError
+from embforge.codegen.layout import layout_of
+from embforge.codegen.params import Params, params_type
+from embforge.codegen.plan import Plan
+from embforge.codegen.rules import builtin
+from embforge.codegen.rules.language import program_of
+from embforge.codegen.rules.rule import Rule, Update
+from embforge.codegen.spec import CollectionSpec, FeatureSpec
+
+RULES: dict[str, Callable[[], Rule]] = {
+    rule.__name__: rule
+    for rule in (
+        builtin.sgd,
+        builtin.momentum,
+        builtin.nesterov,
+        builtin.adagrad,
+        builtin.rowwise_adagrad,
+        builtin.adam,
+        builtin.rowwise_adam,
+        builtin.rmsprop,
+        builtin.ftrl,
+        builtin.lamb,
+        builtin.lars,
+    )
+}
+OWN_DECAY: dict[str, Callable[..., Rule]] = {"lamb": builtin.lamb, "lars": builtin.lars}
+"""Rules whose weight decay is a part of their formula."""
+SPARSE = "none"
+"""As a rule's name: no fused optimizer, gradients are for torch's own."""
+MODIFIERS = ("l2", "decoupled", "clip", "nearest")
+"""What changes a rule's code beside its name: weight decay of either kind, clipping of a row's gradient, and rows of
+narrow tables rounded to nearest instead of stochastically."""
+
+
+def keeps_for_backward(spec: CollectionSpec) -> bool:
+    """Whether a backward needs something that only the forward knows."""
+    layout = layout_of(spec)
+    return bool(layout.divisor_width or layout.winner_width)
+
+
+def rowwise_spec(spec: CollectionSpec) -> CollectionSpec:
+    """The collection in which a batch is rows and their gradients: every table as a feature that is not pooled.
+
+    What has accumulated over several backward passes is such a batch.
+    """
+    features = [FeatureSpec(table.name, table.name, pooling="none") for table in spec.tables]
+    return CollectionSpec(spec.tables, tuple(features), name=spec.name)
+
+
+def training_plans(
+    spec: CollectionSpec,
+    target: str,
+    arch: str,
+    id_dtype: str,
+    params: Params,
+    backward_params: Params | None = None,
+    update: Update | None = None,
+    accumulate: bool = False,
+) -> dict[str, Plan]:
+    """The plans by what they are for.
+
+    `forward`, `train` (the forward before a backward, often the same), `weight_gradient`; with an update `backward`,
+    without one or if gradients accumulate `reduce`; if they accumulate, `step` and `merge` on the rowwise spec.
+    """
+    params_behind = backward_params or params_type(target, "backward")()
+
+    def plan(op: str, spec: CollectionSpec = spec, ids: str = id_dtype) -> Plan:
+        used = params if op.startswith("forward") else params_behind
+        return Plan(op, target, arch, ids, spec, used, update if op == "backward" else None)
+
+    plans = {"forward": plan("forward"), "weight_gradient": plan("weight_gradient")}
+    plans["train"] = plan("forward_train") if keeps_for_backward(spec) else plans["forward"]
+    if update is not None:
+        plans["backward"] = plan("backward")
+    if update is None or accumulate:
+        plans["reduce"] = plan("reduce")
+    if accumulate:
+        rowwise = rowwise_spec(spec)
+        plans |= {"step": plan("backward", rowwise, "int64"), "merge": plan("reduce", rowwise, "int64")}
+    return plans
+
+
+def update_named(text: str) -> Update | None:
+    """The update that a text names; None for `none`, `RuleError` for what is not known.
+
+    A rule with modifiers, as `adam` or `sgd+l2+clip`, or a JSON file of an optimizer's `update.to_dict()`, for rules of
+    one's own and for built-in ones with other options.
+    """
+    if text.endswith(".json"):
+        return _update_from(Path(text))
+    name, *modifiers = text.lower().split("+")
+    unknown = [m for m in modifiers if m not in MODIFIERS]
+    if name == SPARSE and not modifiers:
+        return None
+    if name not in RULES or unknown or {"l2", "decoupled"} <= set(modifiers):
+        raise RuleError(
+            f"rule {text!r} is not known; allowed: {', '.join([*RULES, SPARSE])}, each with any of "
+            f"{', '.join('+' + m for m in MODIFIERS)} (one kind of weight decay), as adam+decoupled; or a JSON file of "
+            "an optimizer's update.to_dict()"
+        )
+    decay: builtin.Decay = "l2" if "l2" in modifiers else "decoupled" if "decoupled" in modifiers else "none"
+    rule = RULES[name]()
+    if name in OWN_DECAY:
+        rule, decay = OWN_DECAY[name](decay=decay != "none"), "none"
+    rule = builtin.with_options(rule, decay=decay, clipped="clip" in modifiers)
+    return Update(rule, "nearest" if "nearest" in modifiers else "stochastic")
+
+
+def name_of(update: Update) -> str | None:
+    """A text that names the update, if a rule's name and modifiers can."""
+    for count in range(len(MODIFIERS)):
+        for modifiers in combinations(MODIFIERS, count):
+            if {"l2", "decoupled"} <= set(modifiers):
+                continue
+            text = "+".join((update.rule.name, *modifiers))
+            if update.rule.name in RULES and update_named(text) == update:
+                return text
+    return None
+
+
+def _update_from(path: Path) -> Update:
+    try:
+        update = Update.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RuleError(f"{path}: not the JSON of an optimizer's update.to_dict(): {error}") from error
+    program_of(update.rule)
+    return update

@@ -1,0 +1,79 @@
+"""A short training run that looks for trouble: whether two backends train alike shows in the bits it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from embforge.cases import Case, Drawn, draw_batch
+from embforge.codegen.spec import CollectionSpec
+from embforge.collection import EmbeddingCollection
+
+CASES = (
+    Case(5, ids="zipf"),
+    Case(3, ids="same"),
+    Case(4, lengths="one"),
+    Case(0),
+    Case(6, lengths="none"),
+    Case(5, ids="uniform", id_dtype="int32"),
+    Case(10, lengths="edges", ids="zipf"),
+    Case(7, weights="absent"),
+    Case(9, lengths="edges", ids="same", id_dtype="int32"),
+    Case(8, ids="zipf", bad_ids=True),
+)
+"""Duplicates inside a bag, across bags and features; one hot id; empty bags, an empty batch; runs around 64 and past
+1000 occurrences; ids that are no rows, which count as absent."""
+
+
+class Trained(NamedTuple):
+    """What a run ends with: the module's state, and what its weights' gradients were."""
+
+    state: dict[str, Tensor]
+    weight_gradients: list[Tensor]
+
+
+def training_run(
+    spec: CollectionSpec, optimizer: Any, backend: str, *, steps: int, seed: int = 0, threads: int = 1, **more: Any
+) -> Trained:
+    """`steps` steps with batches and gradients drawn from the seed, on that many threads.
+
+    Rows start equal whatever the backend. `more` goes to the module.
+    """
+    with _threads(threads):
+        device = "cuda" if backend == "cuda" else "cpu"
+        module = EmbeddingCollection(spec, device, backend, optimizer, bounds_check="zero", **more)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(seed)
+        for table in spec.tables:
+            rows = torch.randn((table.num_embeddings, table.embedding_dim), generator=generator)
+            module.weight(table.name).copy_(rows.to(module.weight(table.name).dtype))
+        module.seed(seed)
+        gradients = []
+        for step in range(steps):
+            drawn = draw_batch(spec, CASES[step % len(CASES)], seed * 1000 + step, device)
+            gradients.append(_step(module, drawn, generator))
+        return Trained({k: v.cpu() for k, v in module.state_dict().items()}, gradients)
+
+
+def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator) -> Tensor:
+    weights = drawn.weights
+    if weights is not None:
+        weights = weights.nan_to_num(1.0, 1.0, 1.0).clone().requires_grad_()
+    results = [r for r in module.forward_dict(drawn.values, drawn.offsets, weights).values() if r.requires_grad]
+    incoming = [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
+    torch.autograd.backward(results, incoming)
+    module.check()
+    return torch.zeros(0) if weights is None or weights.grad is None else weights.grad.cpu()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

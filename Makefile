@@ -28,9 +28,10 @@ test: $(READY) ## all tests (10 minutes at most)
 soak: $(READY) ## kills, fuzzing and long runs
 	HYPOTHESIS_PROFILE=soak $(RUN)python -m pytest -m "soak or hypothesis"
 
-bench: $(READY) $(PEERS) ## the CPU kernels beside torch and FBGEMM; writes dated JSON
+bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch and FBGEMM (25 minutes); writes dated JSON
 	$(RUN)python -m benchmarks.build_times
-	$(RUN)python -m benchmarks.run
+	status=0; for part in "run forward" "run training" linear; do \
+	    $(RUN)python -m benchmarks.$$part || status=1; done; exit $$status
 
 lanes: $(READY) ## what the lanes of a GPU would do, counted by the emulated one; rewrites docs/emulated_gpu.md
 	$(RUN)python -m benchmarks.lanes --write

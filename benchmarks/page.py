@@ -7,13 +7,15 @@ from pathlib import Path
 
 from benchmarks.criteria import Verdict
 from benchmarks.plot import draw
+from benchmarks.suites import FORWARD, Suite
 from benchmarks.workloads import BenchWorkload
-from embforge.tuner.bench import LIMIT, OURS, BenchReport
+from embforge.tuner.bench_report import BenchReport
 from embforge.tuner.measure import Ratio
+from embforge.tuner.peers import PEERS
 
-PAGE, PLOT = "benchmarks.md", "benchmarks.svg"
-BEGIN, END = "<!-- results: written by make bench -->", "<!-- end of results -->"
+PAGE = "benchmarks.md"
 FACTS = ("cpu", "threads", "last_level_cache", "system", "torch", "fbgemm", "embforge")
+SPELLED = {"fbgemm": "FBGEMM", "limit": "limit"}
 
 
 def write_page(
@@ -22,18 +24,28 @@ def write_page(
     reports: Sequence[BenchReport],
     verdicts: Sequence[Sequence[Verdict]],
     overall: Sequence[Verdict],
+    suite: Suite = FORWARD,
 ) -> Path:
-    """Replaces the results in docs/benchmarks.md and draws docs/benchmarks.svg. `ValueError` without the markers."""
+    """Replaces the suite's results in docs/benchmarks.md and draws its plot. `ValueError` without the markers."""
     page = docs / PAGE
-    text = page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} has lost its markers {BEGIN} and {END}; put them around the results")
-    head, rest = text.split(BEGIN, 1)
-    tail = rest.split(END, 1)[1]
-    results = results_markdown(workloads, reports, verdicts, overall)
-    page.write_text(f"{head}{BEGIN}\n\n{results}\n{END}{tail}", encoding="utf-8")
-    draw(docs / PLOT, workloads, reports)
+    replace_between(page, suite.begin, suite.end, results_markdown(workloads, reports, verdicts, overall, suite))
+    draw(docs / suite.plot, workloads, reports, suite)
     return page
+
+
+def replace_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Puts `text` between two lines of a page. `ValueError` if they are not there."""
+    old = page.read_text(encoding="utf-8")
+    if begin not in old or end not in old:
+        raise ValueError(f"{page} has lost its markers {begin} and {end}; put them around the results")
+    head, rest = old.split(begin, 1)
+    tail = rest.split(end, 1)[1]
+    page.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
+
+
+def facts_line(machine: dict[str, str]) -> str:
+    """When and where it was measured."""
+    return f"{machine['date']}; " + ", ".join(f"{key.replace('_', ' ')} {machine[key]}" for key in FACTS) + "."
 
 
 def results_markdown(
@@ -41,26 +53,31 @@ def results_markdown(
     reports: Sequence[BenchReport],
     verdicts: Sequence[Sequence[Verdict]],
     overall: Sequence[Verdict],
+    suite: Suite = FORWARD,
 ) -> str:
     """The machine, the plot, a table of all workloads and every criterion that was missed."""
-    machine = reports[0].machine
-    facts = ", ".join(f"{key.replace('_', ' ')} {machine[key]}" for key in FACTS)
+    training = suite.name == "training"
+    names = [SPELLED.get(name, name) for name in suite.columns]
+    shares = ["of the limit", *(["of both limits"] if training else [])]
+    headings = ["workload", "load", *names, "vs torch", "vs FBGEMM", *shares, "verdict"]
+    numbers = len(headings) - 3
     lines = [
-        f"{machine['date']}; {facts}.",
+        facts_line(reports[0].machine),
         "",
-        f"![Speed against torch and FBGEMM, and share of the gather limit, by workload]({PLOT})",
+        f"![Speed against torch and FBGEMM, and share of the {suite.limit}, by workload]({suite.plot})",
         "",
-        "Times in microseconds a call (medians); ratios are medians of paired rounds with their 95 % interval.",
+        f"Times in microseconds a {'step' if training else 'call'} (medians); ratios are medians of paired rounds with "
+        "their 95 % interval.",
         "",
-        "| workload | load | embforge | torch | FBGEMM | limit | vs torch | vs FBGEMM | of the limit | verdict |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|---|",
+        f"| {' | '.join(headings)} |",
+        "|---|---|" + "--:|" * numbers + "---|",
     ]
     for workload, report, judged in zip(workloads, reports, verdicts, strict=True):
-        times = [_time(report, name) for name in (OURS, "torch", "fbgemm", LIMIT)]
-        ratios = [_ratio(report.ratios.get(name)) for name in ("torch", "fbgemm")]
-        share = f"{report.limit_share.median:.1%}" if report.limit_share else "-"
+        times = [_time(report, name) for name in suite.columns]
+        ratios = [_ratio(report, name) for name in PEERS]
+        of = [report.limit_share, *([report.both_share] if training else [])]
         passed = "pass" if all(v.passed for v in judged) else "**miss**"
-        cells = [workload.name, f"`{workload.load}`", *times, *ratios, share, passed]
+        cells = [workload.name, f"`{workload.load}`", *times, *ratios, *map(_share, of), passed]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {_word(v)}: {v.criterion}; measured {v.measured}." for v in overall)]
     for workload, judged in zip(workloads, verdicts, strict=True):
@@ -75,8 +92,15 @@ def _time(report: BenchReport, name: str) -> str:
     return f"{timing.median:,.1f}" if timing else "-"
 
 
-def _ratio(ratio: Ratio | None) -> str:
-    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else "-"
+def _ratio(report: BenchReport, name: str) -> str:
+    ratio = report.ratios.get(name)
+    if ratio is None:
+        return "no such peer" if name in report.skipped else "-"
+    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def _share(ratio: Ratio | None) -> str:
+    return f"{ratio.median:.1%}" if ratio else "-"
 
 
 def _word(verdict: Verdict) -> str:

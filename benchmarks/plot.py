@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.criteria import OF_LIMIT_LARGE, OVER_PEERS
+from benchmarks.suites import FORWARD, Suite
 from benchmarks.workloads import BenchWorkload
-from embforge.tuner.bench import BenchReport
+from embforge.tuner.bench_report import BenchReport
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e8ec"
 COLORS = {"torch": "#e4572e", "fbgemm": "#4c6ef5", "limit": "#2b8a6e"}
@@ -25,7 +25,9 @@ STYLE: Any = {
 }
 
 
-def draw(path: Path, workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport]) -> None:
+def draw(
+    path: Path, workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport], suite: Suite = FORWARD
+) -> None:
     """Writes the plot; needs matplotlib."""
     import matplotlib
 
@@ -37,8 +39,8 @@ def draw(path: Path, workloads: Sequence[BenchWorkload], reports: Sequence[Bench
         figure, (speed, share) = pyplot.subplots(
             1, 2, sharey=True, figsize=(10, 1.3 + 0.27 * max(heights)), width_ratios=(3, 2), layout="constrained"
         )
-        _draw_speed(speed, heights, reports)
-        _draw_share(share, heights, reports)
+        _draw_speed(speed, heights, reports, suite)
+        _draw_share(share, heights, reports, suite)
         speed.set_yticks(heights, [w.name for w in workloads])
         speed.set_ylim(max(heights) + 0.8, -1.0)
         for group, height in _titles(workloads, heights):
@@ -54,7 +56,7 @@ def draw(path: Path, workloads: Sequence[BenchWorkload], reports: Sequence[Bench
         pyplot.close(figure)
 
 
-def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport]) -> None:
+def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport], suite: Suite) -> None:
     """A dot a peer with its 95 % interval, on a scale where twice as fast is as far as half as fast."""
     for name, color in COLORS.items():
         points = [(r.ratios[name], y) for r, y in zip(reports, heights, strict=True) if name in r.ratios]
@@ -65,8 +67,9 @@ def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport])
         axes.scatter(medians, at, s=34, color=color, label=LABELS[name], zorder=3, edgecolor="white", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.axvline(1, color=INK, linewidth=1)
-    axes.axvline(OVER_PEERS, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    _name_line(axes, OVER_PEERS, f"{OVER_PEERS:g}×")
+    asked = suite.bars.over_peers
+    axes.axvline(asked, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    _name_line(axes, asked, f"{asked:g}×")
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.9), high * 1.1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
@@ -75,8 +78,8 @@ def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport])
                 handletextpad=0.2, borderpad=0)  # fmt: skip
 
 
-def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport]) -> None:
-    """A bar up to the share of the speed at which rows can be read at all."""
+def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport], suite: Suite) -> None:
+    """A bar up to the share of the speed at which rows can be read (changed, in training) at all."""
     shares = [(r.limit_share.median, y) for r, y in zip(reports, heights, strict=True) if r.limit_share]
     axes.barh([y for _, y in shares], [s for s, _ in shares], height=0.55, color=COLORS["limit"], alpha=0.85)
     for value, y in shares:
@@ -84,11 +87,12 @@ def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport])
         place = {"x": value - 0.02, "ha": "right", "color": "white"} if inside else {"x": value + 0.02, "color": MUTED}
         axes.text(y=y, s=f"{value:.0%}", va="center", fontsize=8, **place)
     axes.axvline(1, color=INK, linewidth=1)
-    axes.axvline(OF_LIMIT_LARGE, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    _name_line(axes, OF_LIMIT_LARGE, f"{OF_LIMIT_LARGE:.0%}")
+    asked = suite.bars.of_limit_large
+    axes.axvline(asked, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    _name_line(axes, asked, f"{asked:.0%}")
     axes.set_xlim(0, max([1.04, *(s + 0.04 for s, _ in shares)]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_title("Share of the gather limit", loc="left", fontsize=11, color=INK, pad=22)
+    axes.set_title(f"Share of the {suite.limit}", loc="left", fontsize=11, color=INK, pad=22)
 
 
 def _name_line(axes: Any, x: float, text: str) -> None:

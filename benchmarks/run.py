@@ -1,7 +1,8 @@
-"""`python -m benchmarks.run`: times the forward workloads, prints ratios and verdicts, writes JSON, page and plot."""
+"""`python -m benchmarks.run [SUITE]`: times its workloads, prints ratios and verdicts, writes JSON, page and plot."""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -16,54 +17,62 @@ from rich.table import Table
 
 from benchmarks.criteria import Verdict, judge, judge_all
 from benchmarks.page import write_page
+from benchmarks.suites import SUITES, Suite, run_workload
 from benchmarks.workloads import BenchWorkload, read_workloads
-from embforge.tuner.bench import LIMIT, OURS, BenchReport, bench_spec
+from embforge.tuner.bench_report import LIMIT, OURS, BenchReport
 from embforge.tuner.peers import PEERS
 from embforge.tuner.quiet import wait_until_quiet
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_name("results")
 CONTENDERS = (OURS, *PEERS, LIMIT)
-SECONDS, QUICK_SECONDS = 12.0, 1.0
+QUICK_SECONDS = 1.0
 PATIENCE = 180.0
 """Seconds of a full run that may go into waiting for a quiet machine and measuring disturbed workloads again."""
 
 
 @click.command()
+@click.argument("suite", type=click.Choice(sorted(SUITES)), default="forward", callback=lambda c, p, name: SUITES[name])
 @click.option("--only", multiple=True, metavar="TEXT", help="Workloads whose name contains TEXT (repeatable).")
 @click.option("--contenders", default=",".join(CONTENDERS), show_default=True, help="Who takes part.")
-@click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s a workload instead of {SECONDS:g}, no waiting.")
+@click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s a workload, no waiting.")
 @click.option("--seconds", type=float, help="Measuring time a workload.")
 @click.option("--list", "list_only", is_flag=True, help="Print the workloads and stop.")
 @click.option(
     "--write/--no-write", default=None, help="Results, page and plot; by default after a full undisturbed run."
 )
 def main(
-    only: tuple[str, ...], contenders: str, quick: bool, seconds: float | None, list_only: bool, write: bool | None
+    suite: Suite,
+    only: tuple[str, ...],
+    contenders: str,
+    quick: bool,
+    seconds: float | None,
+    list_only: bool,
+    write: bool | None,
 ) -> None:
-    """Times embforge's forward kernels on this CPU beside torch, FBGEMM and the machine's gather limit."""
+    """Times embforge's lookups or training steps on this CPU beside torch, FBGEMM and the machine's own limits."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     names = _contenders(contenders)
-    workloads = [w for w in read_workloads() if not only or any(text in w.name for text in only)]
+    workloads = [w for w in read_workloads(suite.workloads) if not only or any(text in w.name for text in only)]
     if not workloads:
         raise click.BadParameter(f"no workload's name contains {' or '.join(only)}; --list prints them")
     if list_only:
         for workload in workloads:
-            console.print(f"{workload.group:9} {workload.name:34} {workload.load}", highlight=False)
+            console.print(f"{workload.group:9} {workload.name:46} {workload.load}", highlight=False)
         return
-    budget = seconds if seconds is not None else QUICK_SECONDS if quick else SECONDS
+    budget = seconds if seconds is not None else QUICK_SECONDS if quick else suite.seconds
     console.print(f"{len(workloads)} workloads, {torch.get_num_threads()} threads, {', '.join(names)}")
     runner = Runner(names, budget, 0.0 if quick else PATIENCE, console)
     reports = [runner.measure(workload) for workload in workloads]
     verdicts = [judge(w, r) for w, r in zip(workloads, reports, strict=True)]
     overall = judge_all(workloads, reports)
-    console.print(results_table(workloads, reports, verdicts))
+    console.print(results_table(suite, workloads, reports, verdicts))
     print_misses(console, workloads, verdicts, overall)
     full = not only and not quick and set(names) == set(CONTENDERS)
     if write if write is not None else full:
         # A busy machine's times are kept beside the others, but they do not replace a page measured in peace.
         publish = bool(write) or not any(report.disturbed for report in reports)
-        _write(workloads, reports, verdicts, overall, console, publish=publish)
+        _write(suite, workloads, reports, verdicts, overall, console, publish=publish)
     if not all(v.passed for group in (*verdicts, overall) for v in group):
         sys.exit(1)
 
@@ -97,32 +106,30 @@ class Runner:
         self.patience -= time.monotonic() - start
 
     def _attempt(self, workload: BenchWorkload) -> BenchReport:
+        gc.collect()  # the tables of the workload before
         with self.console.status(workload.name):
-            report = bench_spec(
-                workload.spec,
-                against=[name for name in self.names if name in PEERS],
-                workload=workload.load,
-                seconds=self.seconds,
-                ours=OURS in self.names,
-                limit=LIMIT in self.names and workload.group != "overhead",  # no rows to speak of
-            )
+            report = run_workload(workload, self.names, self.seconds)
         self.console.print(_line(workload, report), highlight=False)
         return report
 
 
-def results_table(workloads: list[BenchWorkload], reports: list[BenchReport], verdicts: list[list[Verdict]]) -> Table:
-    """Times in microseconds, ratios over the peers, share of the limit, verdict."""
-    table = Table("workload", *(f"{name} µs" for name in CONTENDERS), "vs torch", "vs fbgemm", "of limit", "verdict")
+def results_table(
+    suite: Suite, workloads: list[BenchWorkload], reports: list[BenchReport], verdicts: list[list[Verdict]]
+) -> Table:
+    """Times in microseconds, ratios over the peers, shares of the limits, verdict."""
+    shares = ["of limit", *(["of both"] if suite.name == "training" else [])]
+    table = Table("workload", *(f"{name} µs" for name in suite.columns), "vs torch", "vs fbgemm", *shares, "verdict")
     for column in table.columns[1:]:
         column.justify = "right"
     for workload, report, judged in zip(workloads, reports, verdicts, strict=True):
         passed = all(v.passed for v in judged)
         verdict = "[dim]-" if not judged else "[green]pass" if passed else "[red]FAIL"
+        of = [report.limit_share, report.both_share]
         table.add_row(
             workload.name + (" [yellow](disturbed)" if report.disturbed else ""),
-            *(_microseconds(report, name) for name in CONTENDERS),
+            *(_microseconds(report, name) for name in suite.columns),
             *(_ratio(report, name) for name in PEERS),
-            f"{report.limit_share.median:.1%}" if report.limit_share else "-",
+            *(f"{share.median:.1%}" if share else "-" for share in of[: len(shares)]),
             verdict,
         )
     return table
@@ -153,7 +160,7 @@ def _line(workload: BenchWorkload, report: BenchReport) -> str:
     times = "  ".join(f"{t.name} {t.median:,.1f}" for t in report.timings)
     share = f"  {report.limit_share.median:.0%} of limit" if report.limit_share else ""
     disturbed = f"  [yellow]others used {report.others:.2f} CPUs[/]" if report.disturbed else ""
-    return f"{workload.name:34} {times} µs{share}{disturbed}"
+    return f"{workload.name:46} {times} µs{share}{disturbed}"
 
 
 def _microseconds(report: BenchReport, name: str) -> str:
@@ -163,10 +170,13 @@ def _microseconds(report: BenchReport, name: str) -> str:
 
 def _ratio(report: BenchReport, name: str) -> str:
     ratio = report.ratios.get(name)
-    return f"{ratio.median:.2f}x" if ratio else "-"
+    if ratio is None:
+        return "no such peer" if name in report.skipped else "-"
+    return f"{ratio.median:.2f}x"
 
 
 def _write(
+    suite: Suite,
     workloads: list[BenchWorkload],
     reports: list[BenchReport],
     verdicts: list[list[Verdict]],
@@ -177,6 +187,7 @@ def _write(
 ) -> None:
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "suite": suite.name,
         "machine": reports[0].machine,
         "overall": [vars(v) for v in overall],
         "workloads": [
@@ -185,17 +196,17 @@ def _write(
         ],
     }
     RESULTS.mkdir(exist_ok=True)
-    dated = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.json"
+    dated = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}-{suite.name}.json"
     dated.write_text(_json(record), encoding="utf-8")
     console.print(f"wrote {dated.relative_to(ROOT)}")
     if not publish:
         console.print(
-            "[yellow]others used the machine: latest.json and the page stay as they were[/] (--write replaces)"
+            f"[yellow]others used the machine: {suite.latest} and the page stay as they were[/] (--write replaces)"
         )
         return
-    (RESULTS / "latest.json").write_text(_json(record), encoding="utf-8")
-    page = write_page(ROOT / "docs", workloads, reports, verdicts, overall)
-    console.print(f"wrote latest.json beside it, {page.relative_to(ROOT)} and its plot")
+    (RESULTS / suite.latest).write_text(_json(record), encoding="utf-8")
+    page = write_page(ROOT / "docs", workloads, reports, verdicts, overall, suite)
+    console.print(f"wrote {suite.latest} beside it, {page.relative_to(ROOT)} and its plot")
 
 
 def _json(record: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Reads `forward.toml`: named workloads, each a spec and a workload string."""
+"""Reads `forward.toml` and `training.toml`: named workloads, each a spec and a workload string."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.tuner.training_rules import RULES
 
 FORWARD = Path(__file__).with_name("forward.toml")
+TRAINING = Path(__file__).with_name("training.toml")
 GROUPS = ("large", "cache", "overhead")
 
 
@@ -24,6 +26,8 @@ class BenchWorkload:
     load: str
     against_torch: float | None = None
     """`overhead` only: how many times as fast as the nn.EmbeddingBag loop a call must be."""
+    train: str | None = None
+    """The update rule of a training step; None: a lookup."""
 
 
 def read_workloads(path: Path = FORWARD) -> list[BenchWorkload]:
@@ -33,11 +37,13 @@ def read_workloads(path: Path = FORWARD) -> list[BenchWorkload]:
 
 
 def _workload(entry: dict[str, Any]) -> BenchWorkload:
-    name, group = entry["name"], entry["group"]
+    name, group, rule = entry["name"], entry["group"], entry.get("rule")
     if group not in GROUPS:
         raise ValueError(f"workload {name!r}: group={group!r} is not known; allowed: {', '.join(GROUPS)}")
     if (group == "overhead") != ("against_torch" in entry):
         raise ValueError(f"workload {name!r}: against_torch belongs to group 'overhead' and to no other")
+    if rule is not None and rule not in RULES:
+        raise ValueError(f"workload {name!r}: rule={rule!r} is not known; allowed: {', '.join(RULES)}")
     dims, dtype = entry["dims"], entry.get("dtype", "fp32")
     tables = [
         TableSpec(f"table{index}", entry["rows"], dims[index % len(dims)], dtype) for index in range(entry["tables"])
@@ -45,4 +51,4 @@ def _workload(entry: dict[str, Any]) -> BenchWorkload:
     features = [FeatureSpec(f"feature{index}", table.name) for index, table in enumerate(tables)]
     slug = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower()
     spec = CollectionSpec(tuple(tables), tuple(features), name=slug)
-    return BenchWorkload(name, group, spec, entry["load"], entry.get("against_torch"))
+    return BenchWorkload(name, group, spec, entry["load"], entry.get("against_torch"), rule)

@@ -11,11 +11,13 @@ import torch
 
 from benchmarks.build_times import verdicts_of
 from benchmarks.criteria import geometric_mean, judge, judge_all
-from benchmarks.page import BEGIN, END, write_page
+from benchmarks.page import write_page
+from benchmarks.suites import FORWARD, TRAINING
 from benchmarks.workloads import BenchWorkload, read_workloads
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.bench import BenchReport, Timing, bench_spec
+from embforge.tuner.bench import bench_spec
+from embforge.tuner.bench_report import BenchReport, Timing
 from embforge.tuner.measure import Ratio
 from embforge.tuner.peers import PeerUnavailableError, fbgemm_peer, fill_table, peer_named, torch_peer
 from embforge.tuner.workload import make_batch, parse
@@ -131,7 +133,7 @@ def test_the_workloads_cover_what_they_must() -> None:
     assert len({w.spec.name for w in workloads}) == len(workloads)
 
 
-def made_up(speedup: float, share: float, others: float = 0.0) -> BenchReport:
+def made_up(speedup: float, share: float, others: float = 0.0, train: str | None = None) -> BenchReport:
     ratio = Ratio(speedup, speedup, speedup)
     return BenchReport(
         spec="s",
@@ -151,6 +153,8 @@ def made_up(speedup: float, share: float, others: float = 0.0) -> BenchReport:
         machine=dict.fromkeys(
             ("date", "cpu", "threads", "last_level_cache", "system", "torch", "fbgemm", "embforge"), "x"
         ),
+        train=train,
+        both_share=Ratio(share * 2, share * 2, share * 2) if train else None,
     )
 
 
@@ -168,6 +172,25 @@ def made_up(speedup: float, share: float, others: float = 0.0) -> BenchReport:
 def test_criteria(group: str, speedup: float, share: float, passed: list[bool]) -> None:
     verdicts = judge(BenchWorkload("w", group, SPEC, "batch=1"), made_up(speedup, share))
     assert [v.passed for v in verdicts] == passed
+
+
+@pytest.mark.parametrize(
+    ("group", "speedup", "share", "passed"),
+    [
+        ("cache", 1.6, 0.1, [True]),
+        ("cache", 1.4, 0.95, [False]),
+        ("large", 1.6, 0.65, [True, True]),
+        ("large", 1.6, 0.55, [True, False]),
+        ("large", 1.4, 0.65, [False, True]),
+    ],
+)
+def test_criteria_of_training(group: str, speedup: float, share: float, passed: list[bool]) -> None:
+    workload = BenchWorkload("w", group, SPEC, "batch=1", train="sgd")
+    verdicts = judge(workload, made_up(speedup, share, train="sgd"))
+    assert [v.passed for v in verdicts] == passed
+    (overall,) = judge_all([workload], [made_up(speedup, share, train="sgd")])
+    assert overall.criterion == "geometric mean 2.5x the faster peer"
+    assert not overall.passed
 
 
 def test_overhead_is_judged_against_torch_alone() -> None:
@@ -191,7 +214,7 @@ def test_geometric_mean_leaves_overhead_out() -> None:
 
 def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    page.write_text(f"before\n{FORWARD.begin}\nold\n{FORWARD.end}\nafter\n")
     workloads = [BenchWorkload("first", "large", SPEC, "batch=1"), BenchWorkload("second", "cache", SPEC, "batch=1")]
     reports = [made_up(1.1, 0.5), made_up(2.0, 0.5)]
     verdicts = [judge(w, r) for w, r in zip(workloads, reports, strict=True)]
@@ -206,6 +229,24 @@ def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     page.write_text("no markers")
     with pytest.raises(ValueError, match="lost its markers"):
         write_page(tmp_path, workloads, reports, verdicts, [])
+
+
+def test_a_training_page_has_both_shares_and_names_missing_peers(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"{FORWARD.begin}\nkept\n{FORWARD.end}\n{TRAINING.begin}\nold\n{TRAINING.end}\n")
+    workload = BenchWorkload("step", "large", SPEC, "batch=1", train="adam")
+    report = made_up(3.0, 0.3, train="adam")
+    report = replace(report, ratios={"torch": report.ratios["torch"]}, skipped={"fbgemm": "no adam"})
+    verdicts = [judge(workload, report)]
+    write_page(tmp_path, [workload], [report], verdicts, judge_all([workload], [report]), TRAINING)
+    text = page.read_text()
+    assert "kept" in text
+    assert "old" not in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| step")]
+    assert row.endswith("| 3.00 (3.00-3.00) | no such peer | 30.0% | 60.0% | **miss** |")
+    assert "**miss**: step: 60% of the limit; measured 30.0%" in text
+    assert "Left out: fbgemm: no adam" in text
+    assert "update limit" in (tmp_path / "training.svg").read_text()
 
 
 def test_build_times_are_judged() -> None:

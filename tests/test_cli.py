@@ -124,10 +124,35 @@ def test_emitted_kernels_run_without_a_compiler(
     monkeypatch.setenv("CXX", "no-such-compiler")
     spec = ef.CollectionSpec.from_toml(tiny)
     module = ef.EmbeddingCollection(spec, kernels=tmp_path / "kernels")
-    out = module(torch.tensor([1, 2]), lengths=torch.tensor([2]))
-    torch.testing.assert_close(out[0], (module.weight("t")[1] + module.weight("t")[2]) / 2)
-    with pytest.raises(ef.MissingKernelError, match=r"forward_cpu_.*_int32_.*embforge gen"):
-        module(torch.tensor([1, 2], dtype=torch.int32), lengths=torch.tensor([2], dtype=torch.int32))
+    with torch.no_grad():
+        out = module(torch.tensor([1, 2]), lengths=torch.tensor([2]))
+        torch.testing.assert_close(out[0], (module.weight("t")[1] + module.weight("t")[2]) / 2)
+        with pytest.raises(ef.MissingKernelError, match=r"forward_cpu_.*_int32_.*embforge gen"):
+            module(torch.tensor([1, 2], dtype=torch.int32), lengths=torch.tensor([2], dtype=torch.int32))
+
+
+def test_emitted_kernels_train_without_a_compiler(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_cache: Path
+) -> None:
+    import torch
+
+    import embforge as ef
+
+    run("gen", tiny, "--target", "cpu", "--train", "sgd+l2", "--accumulate", "--out", tmp_path / "kernels")
+    cache.clear()
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    spec, batch = ef.CollectionSpec.from_toml(tiny), (torch.tensor([1, 2]), torch.tensor([0, 2]))
+    for accumulate in (False, True):
+        optimizer = ef.optim.SGD(lr=1.0, weight_decay=0.5)
+        module = ef.EmbeddingCollection(spec, optimizer=optimizer, accumulate=accumulate, kernels=tmp_path / "kernels")
+        before = module.weight("t").clone()
+        module(*batch).sum().backward()
+        module.step()
+        torch.testing.assert_close(module.weight("t")[1:3], before[1:3] * 0.5 - 0.5)
+    adam = ef.EmbeddingCollection(spec, optimizer=ef.optim.Adam(), kernels=tmp_path / "kernels")
+    with pytest.raises(ef.MissingKernelError, match=r"backward_adam_cpu_.*embforge gen SPEC .*--train adam"):
+        adam(*batch).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -191,9 +216,10 @@ def test_bench_times_us_beside_torch(tiny: str) -> None:
 @pytest.mark.parametrize(("others", "shown"), [(0.0, True), (1.5, False)])
 def test_a_disturbed_run_shows_no_ratio(tiny: str, monkeypatch: pytest.MonkeyPatch, others: float, shown: bool) -> None:
     from embforge.tuner import bench as tuner_bench
+    from embforge.tuner.bench_report import BenchReport, Timing
     from embforge.tuner.measure import Ratio
 
-    report = tuner_bench.BenchReport(
+    report = BenchReport(
         spec="tiny",
         workload="uniform",
         on="cpu",
@@ -201,7 +227,7 @@ def test_a_disturbed_run_shows_no_ratio(tiny: str, monkeypatch: pytest.MonkeyPat
         ids=8,
         row_bytes=128,
         table_bytes=800,
-        timings=tuple(tuner_bench.Timing(name, "", 2.0, 1.0, 3.0, 1, (2.0,)) for name in ("embforge", "torch")),
+        timings=tuple(Timing(name, "", 2.0, 1.0, 3.0, 1, (2.0,)) for name in ("embforge", "torch")),
         ratios={"torch": Ratio(26.61, 26.0, 27.0)},
         limit_share=None,
         differences={"torch": 0.0},

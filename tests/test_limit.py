@@ -1,4 +1,4 @@
-"""The gather limit reads every row of a batch exactly once."""
+"""The gather limit reads every row of a batch exactly once; the update limit writes every distinct row once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.tuner.limit import gather_limit
+from embforge.tuner.update_limit import distinct_rows, update_limit
 from embforge.tuner.workload import Batch, make_batch, parse
 
 SPEC = CollectionSpec(
@@ -62,3 +63,35 @@ def test_tables_of_another_layout_are_refused() -> None:
     tables = [torch.zeros(t.num_embeddings, t.embedding_dim + 8)[:, : t.embedding_dim] for t in SPEC.tables]
     with pytest.raises(ValueError, match="'odd' has strides"):
         gather_limit(SPEC, tables)
+
+
+@pytest.mark.parametrize("load", ["len=geo:5,batch=33", "len=fixed:1,batch=1", "batch=0"])
+def test_every_distinct_row_is_added_to_once(load: str) -> None:
+    module = EmbeddingCollection(SPEC, backend="reference")
+    tables = [module.weight(t.name).data for t in SPEC.tables]
+    batch = make_batch(SPEC, parse(load))
+    limit = update_limit(SPEC, tables, addend=1)
+    rows, work = distinct_rows(SPEC, batch), limit.prepare(batch)
+    for ahead_bytes in (0, 512, 32768):
+        for level in (1, 2):
+            for serial in (False, True):
+                before = [table.clone() for table in tables]
+                changed = replace(limit, ahead_bytes=ahead_bytes, level=level, serial=serial).run(work)
+                assert changed == sum(r.size for r in rows)
+                for table, old, touched in zip(tables, before, rows, strict=True):
+                    whole = old.dtype == torch.float32
+                    numbers, expected = (t if whole else t.view(torch.int16) for t in (table, old.clone()))
+                    expected[torch.from_numpy(touched)] += 1
+                    assert torch.equal(numbers, expected)
+
+
+def test_shared_tables_are_updated_once_and_adding_nothing_changes_nothing(module: EmbeddingCollection) -> None:
+    batch = make_batch(SPEC, parse("len=geo:20,batch=50"))
+    line = distinct_rows(SPEC, batch)[2]
+    both = np.concatenate([batch.values[batch.feature(2)], batch.values[batch.feature(4)]])
+    assert np.array_equal(line, np.unique(both))
+    tables = [module.weight(t.name).data for t in SPEC.tables]
+    before = [table.clone() for table in tables]
+    best = update_limit(SPEC, tables).best([batch, batch], seconds=0)
+    best.run(best.prepare(batch))
+    assert all(torch.equal(table, old) for table, old in zip(tables, before, strict=True))

@@ -52,6 +52,11 @@ def test_medians_and_ratios_are_those_of_the_clock() -> None:
     assert ratio.low <= ratio.median <= ratio.high
 
 
+def test_several_contenders_are_summed_round_by_round() -> None:
+    taken, _ = timed(0.002, 0.006, 0.001)
+    assert taken.ratio(["w0", "w1"], "w2").median == pytest.approx(8.0)
+
+
 def test_short_calls_are_repeated_until_a_sample_is_long_enough() -> None:
     taken, _ = timed(1e-5, 0.02)
     assert taken.repeats["w0"] * 1e-5 >= SAMPLE_SECONDS * 0.999

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,100 +11,32 @@ from torch import Tensor
 
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import layout_of
-from embforge.codegen.machine import cpu_model, package_version
 from embforge.codegen.params import Params
 from embforge.codegen.spec import CollectionSpec
 from embforge.collection import EmbeddingCollection
+from embforge.tuner.bench_report import (
+    LIMIT,
+    OURS,
+    BenchReport,
+    last_level_cache_bytes,
+    machine_facts,
+    timings_of,
+)
 from embforge.tuner.limit import gather_limit
-from embforge.tuner.measure import Contender, Measurement, Ratio, measure
+from embforge.tuner.measure import Contender, measure
 from embforge.tuner.peers import PEERS, Peer, PeerUnavailableError, fill_table, peer_named
-from embforge.tuner.quiet import QUIET, Clocks, others_since
+from embforge.tuner.quiet import Clocks, others_since
 from embforge.tuner.workload import Batch, Workload, make_batch, parse
 
-OURS = "embforge"
-LIMIT = "limit"
 MIN_BATCHES = 4
 MAX_BATCHES = 64
 CACHES_TO_PASS = 4
 """Rows of all batches together are this many last-level caches, where the tables are that large."""
-USUAL_CACHE_BYTES = 32 << 20
 SWEEP_SHARE = 0.15
 """Part of the time that goes into finding the limit's best prefetch."""
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference between two libraries' results of that type, relative to the largest number in them."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One contender's time a call, in microseconds."""
-
-    name: str
-    note: str
-    """How the library was called, or what the limit prefetched."""
-    median: float
-    low: float
-    high: float
-    """20 % and 80 % quantiles."""
-    repeats: int
-    samples: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """One workload's result. Ratios are paired by round: above 1 means that we are faster."""
-
-    spec: str
-    workload: str
-    on: str
-    batches: int
-    ids: int
-    """Mean ids a batch."""
-    row_bytes: int
-    """Mean bytes of rows that a batch reads."""
-    table_bytes: int
-    timings: tuple[Timing, ...]
-    ratios: dict[str, Ratio]
-    """Each peer's time over ours."""
-    limit_share: Ratio | None
-    """The gather limit's time over ours: 1 means that rows cannot be read faster."""
-    differences: dict[str, float]
-    """Largest difference of each contender's outputs from the first one's, relative to the largest number."""
-    disagreeing: tuple[str, ...]
-    """Contenders whose outputs differ by more than rounding explains."""
-    skipped: dict[str, str]
-    """Peers that could not take part, and why."""
-    others: float | None
-    """CPUs that other processes used on average meanwhile, where the system tells."""
-    machine: dict[str, str]
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether others used so much of the machine that the times are not to be trusted."""
-        return self.others is not None and self.others > QUIET
-
-    @property
-    def fastest_peer(self) -> str | None:
-        """The peer that comes closest to us (or is furthest ahead)."""
-        return min(self.ratios, key=lambda name: self.ratios[name].median, default=None)
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times as fast as the fastest peer we are."""
-        return self.ratios[self.fastest_peer].median if self.fastest_peer is not None else None
-
-    def timing(self, name: str) -> Timing | None:
-        """The contender's timing, if it took part."""
-        return next((t for t in self.timings if t.name == name), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, all samples included."""
-        return {
-            **asdict(self),
-            "fastest_peer": self.fastest_peer,
-            "speedup": self.speedup,
-            "disturbed": self.disturbed,
-        }
 
 
 def bench_spec(
@@ -129,18 +56,15 @@ def bench_spec(
     A peer that is not installed or cannot serve the spec is in the report's `skipped`. `ToolchainError` if `on`
     is "cuda" and there is none; `WorkloadError` for a workload string that cannot be read.
     """
-    if on == "cuda" and not torch.cuda.is_available():
-        raise ToolchainError("bench --on cuda needs a CUDA device and a torch built for it; none is here; use --on cpu")
-    if isinstance(workload, str):
-        workload = parse(workload)
-    workload = workload or Workload()
-    batches = _batches(spec, workload, seed)
+    check_device(on)
+    workload = parse(workload) if isinstance(workload, str) else workload or Workload()
+    batches = enough_batches(spec, workload, seed)
     contenders: list[Contender] = []
     comparable: list[Peer] = []
     skipped: dict[str, str] = {}
     notes: dict[str, str] = {}
     with torch.no_grad():
-        module = _module(spec, on, params) if ours else None
+        module = filled_module(spec, device=on, params=params) if ours else None
         if module is not None:
             comparable.append(_our_contender(module, on))
         for name in against:
@@ -152,7 +76,7 @@ def bench_spec(
         notes |= {peer.name: peer.note for peer in comparable}
         differences, disagreeing = _compare(comparable, batches[:2])
         if limit and on == "cpu":
-            best = gather_limit(spec, _tables(spec, module)).best(batches, seconds * SWEEP_SHARE)
+            best = gather_limit(spec, tables_of(spec, module)).best(batches, seconds * SWEEP_SHARE)
             contenders.append(best)
             notes[LIMIT] = str(best)
         synchronize = torch.cuda.synchronize if on == "cuda" else lambda: None
@@ -165,9 +89,9 @@ def bench_spec(
         on=on,
         batches=len(batches),
         ids=sum(b.values.size for b in batches) // len(batches),
-        row_bytes=sum(_row_bytes(spec, b) for b in batches) // len(batches),
-        table_bytes=_table_bytes(spec),
-        timings=tuple(_timing(taken, name, notes[name]) for name in taken.samples),
+        row_bytes=sum(row_bytes(spec, b) for b in batches) // len(batches),
+        table_bytes=table_bytes(spec),
+        timings=timings_of(taken, notes),
         ratios={p.name: taken.ratio(p.name, OURS) for p in comparable if ours and p.name != OURS},
         limit_share=taken.ratio(LIMIT, OURS) if ours and LIMIT in taken.samples else None,
         differences=differences,
@@ -178,34 +102,48 @@ def bench_spec(
     )
 
 
-def machine_facts() -> dict[str, str]:
-    """What a reader must know about the machine to judge a time."""
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": cpu_model(),
-        "cpus": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "last_level_cache": f"{last_level_cache_bytes() >> 20} MB",
-        "load_before": f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown",
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fbgemm": package_version("fbgemm-gpu-cpu") or package_version("fbgemm-gpu") or "not installed",
-        "embforge": package_version("embforge") or "not installed",
-    }
+def check_device(on: str) -> None:
+    """`ToolchainError` if `on` is "cuda" and there is none."""
+    if on == "cuda" and not torch.cuda.is_available():
+        raise ToolchainError("bench --on cuda needs a CUDA device and a torch built for it; none is here; use --on cpu")
 
 
-def last_level_cache_bytes() -> int:
-    """Size of the largest cache that Linux reports, or a usual one."""
-    sizes = [_bytes(p.read_text()) for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max(sizes, default=USUAL_CACHE_BYTES)
-
-
-def _module(spec: CollectionSpec, on: str, params: Params | None) -> EmbeddingCollection:
-    module = EmbeddingCollection(spec, device=on, params=params)
+def filled_module(spec: CollectionSpec, **options: Any) -> EmbeddingCollection:
+    """A module whose rows are those that the peers have."""
+    module = EmbeddingCollection(spec, **options)
     for index, table in enumerate(spec.tables):
         fill_table(module.weight(table.name).data, index)
     return module
+
+
+def tables_of(spec: CollectionSpec, module: EmbeddingCollection | None) -> list[Tensor]:
+    """Our own tables for the limit to read; without us, a module's that nobody calls."""
+    module = module or filled_module(spec)
+    return [module.weight(table.name).data for table in spec.tables]
+
+
+def enough_batches(spec: CollectionSpec, workload: Workload, seed: int) -> list[Batch]:
+    """Enough batches that rotating through them does not turn a large table into a cached one."""
+    first = make_batch(spec, workload, seed)
+    to_pass = min(CACHES_TO_PASS * last_level_cache_bytes(), table_bytes(spec))
+    wanted = math.ceil(to_pass / max(1, row_bytes(spec, first)))
+    count = min(max(wanted, MIN_BATCHES), MAX_BATCHES)
+    return [first, *(make_batch(spec, workload, seed + index) for index in range(1, count))]
+
+
+def row_bytes(spec: CollectionSpec, batch: Batch) -> int:
+    """Bytes of rows that a lookup of the batch reads."""
+    layout = layout_of(spec)
+    total = 0
+    for placed in layout.features:
+        where = batch.feature(placed.index)
+        total += (where.stop - where.start) * layout.tables[placed.table_index].row_bytes
+    return total
+
+
+def table_bytes(spec: CollectionSpec) -> int:
+    """Bytes of all tables."""
+    return sum(t.table.num_embeddings * t.stride_bytes for t in layout_of(spec).tables)
 
 
 def _our_contender(module: EmbeddingCollection, device: str) -> Peer:
@@ -223,34 +161,6 @@ def _our_contender(module: EmbeddingCollection, device: str) -> Peer:
         return list(result.split(widths, 1)) if pooled else list(result.values())
 
     return Peer(OURS, module.plan().uri, prepare, run, outputs)
-
-
-def _tables(spec: CollectionSpec, module: EmbeddingCollection | None) -> list[Tensor]:
-    """Our own tables for the limit to read; without us, a module's that nobody calls."""
-    module = module or _module(spec, "cpu", None)
-    return [module.weight(table.name).data for table in spec.tables]
-
-
-def _batches(spec: CollectionSpec, workload: Workload, seed: int) -> list[Batch]:
-    """Enough batches that rotating through them does not turn a large table into a cached one."""
-    first = make_batch(spec, workload, seed)
-    to_pass = min(CACHES_TO_PASS * last_level_cache_bytes(), _table_bytes(spec))
-    wanted = math.ceil(to_pass / max(1, _row_bytes(spec, first)))
-    count = min(max(wanted, MIN_BATCHES), MAX_BATCHES)
-    return [first, *(make_batch(spec, workload, seed + index) for index in range(1, count))]
-
-
-def _row_bytes(spec: CollectionSpec, batch: Batch) -> int:
-    layout = layout_of(spec)
-    total = 0
-    for placed in layout.features:
-        where = batch.feature(placed.index)
-        total += (where.stop - where.start) * layout.tables[placed.table_index].row_bytes
-    return total
-
-
-def _table_bytes(spec: CollectionSpec) -> int:
-    return sum(t.table.num_embeddings * t.stride_bytes for t in layout_of(spec).tables)
 
 
 def _compare(contenders: Sequence[Peer], batches: Sequence[Batch]) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -272,15 +182,3 @@ def _compare(contenders: Sequence[Peer], batches: Sequence[Batch]) -> tuple[dict
                 if not difference <= allowed and peer.name not in disagreeing:  # a NaN is a difference
                     disagreeing.append(peer.name)
     return differences, tuple(disagreeing)
-
-
-def _timing(taken: Measurement, name: str, note: str) -> Timing:
-    low, high = taken.spread(name)
-    samples = tuple(round(s * 1e6, 3) for s in taken.samples[name])
-    return Timing(name, note, taken.median(name) * 1e6, low * 1e6, high * 1e6, taken.repeats[name], samples)
-
-
-def _bytes(text: str) -> int:
-    text = text.strip()
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
-    return int(text.rstrip("KMG")) * factor

@@ -1,7 +1,8 @@
-"""The machine's gather limit: how fast the rows of a batch can be read at all.
+"""How fast the machine can move the rows of a batch at all: one frame for every such limit, and the gather limit.
 
-A contender like any other (`templates/cpu/gather_limit.cpp.j2`): it reads the very tables of the module under
-test through torch's thread pool, and only XORs what it reads.
+A limit is a contender like any other: a bare loop, compiled as our kernels are, over the very tables of the module
+under test, on torch's thread pool. `templates/cpu/gather_limit.cpp.j2` reads the rows that a lookup reads and only
+XORs them; the update limit of a training step is in `tuner/update_limit.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,91 +38,71 @@ SERIAL_IDS = 20_000
 Kernel = Callable[..., int]
 
 
-@dataclass(frozen=True, eq=False)
-class GatherLimit:
-    """Reads a batch's rows. `run` returns the XOR of their 64-bit words (rows padded with zeros)."""
+class Work(NamedTuple):
+    """A batch as a limit's kernel takes it: two arrays and a number."""
 
+    first: Tensor
+    second: Tensor
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """Touches a batch's rows in a bare loop. `run` returns what its kernel returns."""
+
+    name: str
+    what: str
+    """What is done to the rows."""
     kernel: Kernel
     metadata: Tensor
     tables: tuple[Tensor, ...]
     """Keeps alive what `metadata` points to."""
+    prepare: Callable[[Batch], Work]
     ahead_bytes: int = 4096
     level: int = 2
     serial: bool = False
     """On the calling thread alone: a few rows are read sooner than another thread wakes up."""
 
-    @property
-    def name(self) -> str:
-        return "limit"
-
-    def prepare(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
-        return torch.from_numpy(batch.values), torch.from_numpy(batch.offsets), batch.size
-
-    def run(self, prepared: tuple[Tensor, Tensor, int]) -> int:
-        values, offsets, size = prepared
+    def run(self, work: Work) -> int:
         return self.kernel(
             self.metadata.data_ptr(),
-            values.data_ptr(),
-            offsets.data_ptr(),
-            size,
+            work.first.data_ptr(),
+            work.second.data_ptr(),
+            work.number,
             self.ahead_bytes,
             self.level,
             torch_parallel_for(),
             1 if self.serial else torch.get_num_threads(),
         )
 
-    def best(self, batches: Sequence[Batch], seconds: float) -> GatherLimit:
+    def best(self, batches: Sequence[Batch], seconds: float) -> Limit:
         """The fastest on these batches of all prefetch distances and levels, and of one thread where ids are few."""
         tried = [
-            _Tried(replace(self, ahead_bytes=distance, level=level, serial=serial))
+            replace(self, ahead_bytes=distance, level=level, serial=serial)
             for distance in DISTANCES
             for level in (1, 2)
             for serial in (False, True)
             if (distance or level == 1) and not (serial and batches[0].values.size > SERIAL_IDS)
         ]
-        times = measure(tried, batches, seconds=seconds)
-        return min(tried, key=lambda t: times.median(t.name)).limit
+        times = measure([replace(limit, name=str(limit)) for limit in tried], batches, seconds=seconds)
+        return min(tried, key=lambda limit: times.median(str(limit)))
 
     def __str__(self) -> str:
         prefetch = f"{self.ahead_bytes} bytes ahead into L{self.level}" if self.ahead_bytes else "no prefetch"
-        return f"XOR of rows, {prefetch}" + (", one thread" if self.serial else "")
+        return f"{self.what}, {prefetch}" + (", one thread" if self.serial else "")
 
 
-@dataclass(frozen=True, eq=False)
-class _Tried:
-    """A limit under a name of its own."""
+def gather_limit(spec: CollectionSpec, tables: Sequence[Tensor], id_dtype: str = "int64", name: str = "limit") -> Limit:
+    """The limit of a lookup; `run` returns the XOR of the rows' 64-bit words (rows padded with zeros).
 
-    limit: GatherLimit
-
-    @property
-    def name(self) -> str:
-        return str(self.limit)
-
-    def prepare(self, batch: Batch) -> Any:
-        return self.limit.prepare(batch)
-
-    def run(self, prepared: Any) -> int:
-        return self.limit.run(prepared)
-
-
-def gather_limit(spec: CollectionSpec, tables: Sequence[Tensor], id_dtype: str = "int64") -> GatherLimit:
-    """The limit of a spec over its tables (one a table of the spec, with the layout's row stride).
-
-    Compiled as our kernels are: `ToolchainError` without a compiler.
+    `tables`: one a table of the spec, with the layout's row stride. `ToolchainError` without a compiler.
     """
-    layout = layout_of(spec)
-    for placed, table in zip(layout.tables, tables, strict=True):
-        if table.stride() != (placed.stride_elements, 1):
-            raise ValueError(
-                f"table {placed.table.name!r} has strides {table.stride()}, "
-                f"its layout needs {(placed.stride_elements, 1)}"
-            )
-    metadata = torch.tensor([(t.data_ptr(), t.shape[0]) for t in tables], dtype=torch.int64)
-    return GatherLimit(_kernel(spec, id_dtype), metadata, tuple(tables))
+    kernel = compiled(spec, "gather_limit", source_of(spec, id_dtype), id_dtype)
+    return Limit(name, "XOR of rows", kernel, metadata_of(spec, tables), tuple(tables), _bags)
 
 
 def source_of(spec: CollectionSpec, id_dtype: str = "int64") -> str:
-    """The limit's source text for a spec."""
+    """The gather limit's source text for a spec."""
     layout = layout_of(spec)
     features = [
         {
@@ -132,24 +113,36 @@ def source_of(spec: CollectionSpec, id_dtype: str = "int64") -> str:
         }
         for placed in layout.features
     ]
-    return render(
-        TEMPLATE,
-        {
-            "name": spec.name or "collection",
-            "features": features,
-            "id_type": DTYPES[id_dtype].c_type,
-            "metadata_words": len(METADATA_WORDS),
-            "metadata_doc": ", ".join(METADATA_WORDS),
-        },
-    )
+    facts = {"features": features, "id_type": DTYPES[id_dtype].c_type}
+    return render(TEMPLATE, {**common_facts(spec), **facts})
 
 
-def _kernel(spec: CollectionSpec, id_dtype: str) -> Kernel:
+def common_facts(spec: CollectionSpec) -> dict[str, Any]:
+    """What the template of any limit is told."""
+    return {
+        "name": spec.name or "collection",
+        "metadata_words": len(METADATA_WORDS),
+        "metadata_doc": ", ".join(METADATA_WORDS),
+    }
+
+
+def metadata_of(spec: CollectionSpec, tables: Sequence[Tensor]) -> Tensor:
+    """Where the tables lie. `ValueError` for one that is not laid out as the spec's kernels expect."""
+    for placed, table in zip(layout_of(spec).tables, tables, strict=True):
+        if table.stride() != (placed.stride_elements, 1):
+            raise ValueError(
+                f"table {placed.table.name!r} has strides {table.stride()}, "
+                f"its layout needs {(placed.stride_elements, 1)}"
+            )
+    return torch.tensor([(t.data_ptr(), t.shape[0]) for t in tables], dtype=torch.int64)
+
+
+def compiled(spec: CollectionSpec, symbol: str, source: str, id_dtype: str = "int64") -> Kernel:
+    """The function `symbol` of a limit's source, from the cache if it was compiled before."""
     # The forward plan lends its compiler and flags: the limit gets the instruction set that the kernels get.
     plan = Plan("forward", "cpu", host_isa(), id_dtype, spec, CpuParams())
-    source = source_of(spec, id_dtype)
     recipe = cache.Recipe(
-        uri=plan.uri.replace("forward", "gather_limit", 1),
+        uri=plan.uri.replace("forward", symbol, 1),
         key=cache.key_of({**CPU.fingerprint(plan), "source": source}),
         source=source,
         source_suffix=CPU.source_suffix,
@@ -157,9 +150,13 @@ def _kernel(spec: CollectionSpec, id_dtype: str) -> Kernel:
         compile=lambda path: CPU.compile(plan, path),
     )
     entry, _ = cache.fetch(recipe)
-    function = ctypes.CDLL(str(entry.binary)).gather_limit
+    function = ctypes.CDLL(str(entry.binary))[symbol]
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = (pointer, pointer, pointer, word, word, word, pointer, word)
     function.restype = ctypes.c_uint64
     kernel: Kernel = function
     return kernel
+
+
+def _bags(batch: Batch) -> Work:
+    return Work(torch.from_numpy(batch.values), torch.from_numpy(batch.offsets), batch.size)

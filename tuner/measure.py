@@ -66,9 +66,10 @@ class Measurement:
         low, high = np.quantile(self.samples[name], (0.2, 0.8))
         return float(low), float(high)
 
-    def ratio(self, slower: str, faster: str) -> Ratio:
-        """Time of `slower` over time of `faster`, paired by round: above 1 if the names are apt."""
-        paired = np.asarray(self.samples[slower]) / np.asarray(self.samples[faster])
+    def ratio(self, slower: str | Sequence[str], faster: str) -> Ratio:
+        """Time of `slower` (several: one after the other) over time of `faster`, paired by round."""
+        names = [slower] if isinstance(slower, str) else slower
+        paired = np.sum([self.samples[name] for name in names], axis=0) / np.asarray(self.samples[faster])
         rng = np.random.default_rng(0)
         medians = np.median(rng.choice(paired, (RESAMPLES, paired.size)), axis=1)
         low, high = np.quantile(medians, (0.025, 0.975))

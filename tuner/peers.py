@@ -67,20 +67,13 @@ class Peer:
 
 def torch_peer(spec: CollectionSpec, device: str = "cpu") -> Peer:
     """One nn.EmbeddingBag a feature in a loop, results concatenated; nn.Embedding for pooling 'none'."""
-    for feature in spec.features:
-        dtype = spec.table(feature.table).dtype
-        if feature.pooling not in TORCH_POOLINGS:
-            raise PeerUnavailableError(f"feature {feature.name!r}: torch has no module for pooling {feature.pooling!r}")
-        if feature.weighted and feature.pooling != "sum":
-            raise PeerUnavailableError(f"feature {feature.name!r}: torch has weights only for pooling 'sum'")
-        if dtype == "fp8_e4m3":
-            raise PeerUnavailableError(f"table {feature.table!r}: nn.EmbeddingBag takes no {dtype}")
-    weights = {t.name: _filled(spec, index, device) for index, t in enumerate(spec.tables)}
+    check_torch(spec)
+    weights = {t.name: filled_rows(spec, index, device) for index, t in enumerate(spec.tables)}
     modules = [_torch_module(feature, weights[feature.table]) for feature in spec.features]
     pooled = all(f.pooling != "none" for f in spec.features)
 
     def prepare(batch: Batch) -> list[tuple[nn.Module, tuple[Tensor, ...]]]:
-        cut = [_torch_arguments(spec, batch, index, device) for index in range(len(spec.features))]
+        cut = [torch_arguments(spec, batch, index, device) for index in range(len(spec.features))]
         return list(zip(modules, cut, strict=True))
 
     def run(calls: list[tuple[nn.Module, tuple[Tensor, ...]]]) -> Any:
@@ -91,9 +84,21 @@ def torch_peer(spec: CollectionSpec, device: str = "cpu") -> Peer:
     return Peer("torch", note, prepare, run, lambda result: _columns(spec, result))
 
 
+def check_torch(spec: CollectionSpec) -> None:
+    """`PeerUnavailableError` for what torch's modules cannot look up."""
+    for feature in spec.features:
+        dtype = spec.table(feature.table).dtype
+        if feature.pooling not in TORCH_POOLINGS:
+            raise PeerUnavailableError(f"feature {feature.name!r}: torch has no module for pooling {feature.pooling!r}")
+        if feature.weighted and feature.pooling != "sum":
+            raise PeerUnavailableError(f"feature {feature.name!r}: torch has weights only for pooling 'sum'")
+        if dtype == "fp8_e4m3":
+            raise PeerUnavailableError(f"table {feature.table!r}: nn.EmbeddingBag takes no {dtype}")
+
+
 def fbgemm_peer(spec: CollectionSpec, batches: Sequence[Batch], device: str = "cpu") -> Peer:
     """FBGEMM's table-batched embeddings: the training module or the inference module, whichever is faster here."""
-    _check_fbgemm(spec)
+    check_fbgemm(spec)
     kinds = [_fbgemm_training(spec, device)]
     if spec.features[0].pooling != "none":
         kinds.append(_fbgemm_inference(spec, device))
@@ -108,7 +113,8 @@ def _renamed(peer: Peer, name: str) -> Contender:
     return Peer(name, peer.note, peer.prepare, peer.run, peer.outputs)
 
 
-def _filled(spec: CollectionSpec, index: int, device: str) -> Tensor:
+def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
+    """A table of the spec with the rows of `fill_table`."""
     table = spec.tables[index]
     dtype = getattr(torch, DTYPES[table.dtype].torch_name)
     rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype, device=device)
@@ -124,7 +130,8 @@ def _torch_module(feature: FeatureSpec, weight: Tensor) -> nn.Module:
     return module
 
 
-def _torch_arguments(spec: CollectionSpec, batch: Batch, index: int, device: str) -> tuple[Tensor, ...]:
+def torch_arguments(spec: CollectionSpec, batch: Batch, index: int, device: str) -> tuple[Tensor, ...]:
+    """One feature's part of a batch, as its torch module takes it."""
     feature, where = spec.features[index], batch.feature(index)
     # Copies, as a loop's user holds them: views into the joint tensors would start at odd addresses.
     ids = torch.from_numpy(batch.values[where].copy()).to(device)
@@ -145,7 +152,8 @@ def _columns(spec: CollectionSpec, result: Any) -> list[Tensor]:
     return list(result.split([placed.width for placed in layout_of(spec).features], 1))
 
 
-def _check_fbgemm(spec: CollectionSpec) -> None:
+def check_fbgemm(spec: CollectionSpec) -> None:
+    """`PeerUnavailableError` for what one FBGEMM call cannot look up."""
     for table in spec.tables:
         if table.dtype not in FBGEMM_DTYPES:
             raise PeerUnavailableError(f"table {table.name!r}: FBGEMM takes no {table.dtype} rows")
@@ -169,7 +177,7 @@ def _check_fbgemm(spec: CollectionSpec) -> None:
         raise PeerUnavailableError("one FBGEMM call without pooling takes one dim")
 
 
-def _fbgemm() -> Any:
+def fbgemm_parts() -> dict[str, Any]:
     """The parts of FBGEMM that are used, imported on first need."""
     try:
         from fbgemm_gpu import (
@@ -192,16 +200,14 @@ def _fbgemm() -> Any:
 
 
 def _fbgemm_training(spec: CollectionSpec, device: str) -> Peer:
-    api = _fbgemm()
-    on_cpu = device == "cpu"
-    location = api["EmbeddingLocation"].HOST if on_cpu else api["EmbeddingLocation"].DEVICE
-    compute = api["ComputeDevice"].CPU if on_cpu else api["ComputeDevice"].CUDA
+    api = fbgemm_parts()
+    location, compute = fbgemm_place(api, device)
     module = api["SplitTableBatchedEmbeddingBagsCodegen"](
         [(t.num_embeddings, t.embedding_dim, location, compute) for t in spec.tables],
         feature_table_map=[f.table_index for f in layout_of(spec).features],
         optimizer=api["EmbOptimType"].EXACT_SGD,
-        weights_precision=_sparse_type(api, spec.tables[0].dtype),
-        output_dtype=_sparse_type(api, spec.output_dtype),
+        weights_precision=sparse_type(api, spec.tables[0].dtype),
+        output_dtype=sparse_type(api, spec.output_dtype),
         pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
         bounds_check_mode=api["BoundsCheckMode"].NONE,
     )
@@ -211,14 +217,14 @@ def _fbgemm_training(spec: CollectionSpec, device: str) -> Peer:
 
 
 def _fbgemm_inference(spec: CollectionSpec, device: str) -> Peer:
-    api = _fbgemm()
-    location = api["EmbeddingLocation"].HOST if device == "cpu" else api["EmbeddingLocation"].DEVICE
-    kind = _sparse_type(api, spec.tables[0].dtype)
+    api = fbgemm_parts()
+    location, _ = fbgemm_place(api, device)
+    kind = sparse_type(api, spec.tables[0].dtype)
     module = api["IntNBitTableBatchedEmbeddingBagsCodegen"](
         [(t.name, t.num_embeddings, t.embedding_dim, kind, location) for t in spec.tables],
         feature_table_map=[f.table_index for f in layout_of(spec).features],
         device=device,
-        output_dtype=_sparse_type(api, spec.output_dtype),
+        output_dtype=sparse_type(api, spec.output_dtype),
         pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
         bounds_check_mode=api["BoundsCheckMode"].NONE,
         row_alignment=1 if device == "cpu" else 16,
@@ -231,7 +237,15 @@ def _fbgemm_inference(spec: CollectionSpec, device: str) -> Peer:
     return _fbgemm_contender(spec, "inference TBE, no bounds check", module, device)
 
 
-def _sparse_type(api: dict[str, Any], dtype: str) -> Any:
+def fbgemm_place(api: dict[str, Any], device: str) -> tuple[Any, Any]:
+    """FBGEMM's words for where tables lie and where it computes."""
+    on_cpu = device == "cpu"
+    location = api["EmbeddingLocation"].HOST if on_cpu else api["EmbeddingLocation"].DEVICE
+    return location, api["ComputeDevice"].CPU if on_cpu else api["ComputeDevice"].CUDA
+
+
+def sparse_type(api: dict[str, Any], dtype: str) -> Any:
+    """FBGEMM's word for a dtype."""
     return api["SparseType"][dtype.upper()]
 
 

@@ -98,7 +98,7 @@ def timing_table(report: Any) -> Table:
     table = Table("", title=title, title_justify="left")
     for heading in ("median", "20 % .. 80 %", "time / ours"):
         table.add_column(heading, justify="right")
-    limit = "changed rows read and written back once" if report.train else "the machine's gather limit"
+    limit = "changed rows, once" if report.train else "the machine's gather limit"
     names = {"limit": f"limit ({limit})", "gather limit": "gather limit (all rows read)"}
     for timing in report.timings:
         ratio = report.ratios.get(timing.name) or (report.limit_share if timing.name == "limit" else None)

@@ -1,0 +1,204 @@
+"""Whether a training step costs the same an id, from ten thousand ids to ten million: `python -m benchmarks.linear`.
+
+One table of ten million rows, uniform ids, bags of 20. Steps of all sizes are timed in turn, round by round, so that a
+machine that drifts does not bend the curve. Each rotates through enough batches to pass the last-level cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.criteria import Verdict
+from benchmarks.page import PAGE, facts_line, replace_between
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.collection import EmbeddingCollection
+from embforge.tuner.bench_report import last_level_cache_bytes, machine_facts
+from embforge.tuner.measure import Rotation
+from embforge.tuner.quiet import QUIET, Clocks, others_since, wait_until_quiet
+from embforge.tuner.training import our_module
+from embforge.tuner.training_rules import RULES, gradients_of
+from embforge.tuner.workload import Fixed, Workload, make_batch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).with_name("results") / "latest-linear.json"
+BEGIN, END = "<!-- linear cost: written by make bench -->", "<!-- end of linear cost -->"
+ROWS, DIM, LENGTH = 10_000_000, 32, 20
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
+ROUNDS = 7
+SAMPLE_IDS = 1_000_000
+"""A sample is so many ids or one step: small steps are repeated."""
+CACHES_TO_PASS = 2
+LARGEST_EXPONENT = 1.1
+"""Time may grow as this power of the ids: 1 is linear, a sort that compares or a pass over the table is more."""
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Medians of one size, in seconds a step."""
+
+    ids: int
+    distinct: int
+    step: float
+    backward: float
+    """Backward and update alone, of the same steps."""
+
+
+@click.command()
+@click.option("--rule", type=click.Choice(RULES), default="rowwise_adagrad", show_default=True, help="Update rule.")
+@click.option("--sizes", default=",".join(map(str, SIZES)), show_default=True, help="Ids a step, comma-separated.")
+@click.option("--rows", default=ROWS, show_default=True, help="Rows of the table.")
+@click.option("--write/--no-write", default=None, help="JSON and page; by default after an undisturbed full run.")
+def main(rule: str, sizes: str, rows: int, write: bool | None) -> None:
+    """Prints what a training step costs an id at every size, and how the time grows."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    wanted = tuple(int(size) for size in sizes.split(","))
+    full = wanted == SIZES and rows == ROWS
+    if full:
+        wait_until_quiet(PATIENCE)
+    clocks = Clocks.now()
+    costs = measure_costs(rule, rows, wanted)
+    others = others_since(clocks)
+    console.print(cost_table(costs, rule, rows))
+    verdicts = judge(costs)
+    if others is not None and others > QUIET:
+        verdicts.append(Verdict(f"others use at most {QUIET:g} CPUs meanwhile", f"{others:.2f} CPUs", False))
+    for verdict in verdicts:
+        word = "[green]pass[/]" if verdict.passed else "[red]FAIL[/]"
+        console.print(f"{word} {verdict.criterion}: {verdict.measured}")
+    undisturbed = others is None or others <= QUIET
+    if write if write is not None else full and undisturbed:
+        publish(costs, verdicts, rule, rows)
+        console.print(f"wrote {RESULTS.relative_to(ROOT)} and docs/{PAGE}")
+    if not all(verdict.passed for verdict in verdicts):
+        sys.exit(1)
+
+
+def measure_costs(rule: str, rows: int, sizes: tuple[int, ...], rounds: int = ROUNDS) -> list[Cost]:
+    """Times our training steps of every size, all sizes in every round."""
+    spec = CollectionSpec((TableSpec("table", rows, DIM),), (FeatureSpec("feature", "table"),), name="linear")
+    module = our_module(spec, rule)
+    steps = [_Steps(module, size) for size in sizes]
+    for step in steps:
+        step.sample()  # the first call compiles, faults pages in, starts threads
+    taken: list[list[tuple[float, float]]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for step, samples in zip(steps, taken, strict=True):
+            samples.append(step.sample())
+    return [
+        Cost(step.ids, step.distinct, *(statistics.median(column) for column in zip(*samples, strict=True)))
+        for step, samples in zip(steps, taken, strict=True)
+    ]
+
+
+class _Steps:
+    """Training steps of one size on batches that rotate."""
+
+    def __init__(self, module: EmbeddingCollection, size: int) -> None:
+        self.module = module
+        load = Workload(lengths=Fixed(LENGTH), batch=max(1, size // LENGTH))
+        self.ids = load.batch * LENGTH
+        count = math.ceil(CACHES_TO_PASS * last_level_cache_bytes() / (self.ids * DIM * 4))
+        made = [make_batch(module.spec, load, seed) for seed in range(min(max(count, 2), 64))]
+        self.batches: list[tuple[Tensor, Tensor]] = [
+            (torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)) for batch in made
+        ]
+        self.distinct = int(np.unique(made[0].values).size)
+        self.gradient = gradients_of(module.spec)(made[0]).joint
+        self.rotation = Rotation(len(made))
+
+    def sample(self) -> tuple[float, float]:
+        """Mean seconds of a step, and of its backward."""
+        whole = backward = 0.0
+        turns = self.rotation.take(max(1, SAMPLE_IDS // self.ids))
+        for turn in turns:
+            values, offsets = self.batches[turn]
+            start = time.perf_counter()
+            out = self.module(values, offsets)
+            middle = time.perf_counter()
+            out.backward(self.gradient)
+            end = time.perf_counter()
+            whole += end - start
+            backward += end - middle
+        return whole / len(turns), backward / len(turns)
+
+
+def exponent(costs: list[Cost]) -> float:
+    """The power of the ids that the time of a step grows as: the slope of a line through the logarithms."""
+    x, y = np.log([cost.ids for cost in costs]), np.log([cost.step for cost in costs])
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def judge(costs: list[Cost]) -> list[Verdict]:
+    """Whether the cost is linear; nothing for a single size."""
+    if len(costs) < 2:
+        return []
+    power = exponent(costs)
+    asked = f"time grows at most as ids^{LARGEST_EXPONENT:g}"
+    return [Verdict(asked, f"ids^{power:.2f}", power <= LARGEST_EXPONENT)]
+
+
+def cost_table(costs: list[Cost], rule: str, rows: int) -> Table:
+    """A line a size."""
+    table = Table(*HEADINGS, title=_title(rule, rows), title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for cost in costs:
+        table.add_row(*_cells(cost))
+    return table
+
+
+def publish(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int) -> None:
+    """Writes the result file and its part of docs/benchmarks.md."""
+    machine = machine_facts()
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine,
+        "table": {"rows": rows, "dim": DIM},
+        "rule": rule,
+        "costs": [asdict(cost) for cost in costs],
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    replace_between(ROOT / "docs" / PAGE, BEGIN, END, costs_markdown(costs, verdicts, rule, rows, machine))
+
+
+def costs_markdown(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int, machine: dict[str, str]) -> str:
+    """The table as it stands on the page."""
+    lines = [facts_line(machine), "", f"{_title(rule, rows)}.", ""]
+    lines += [f"| {' | '.join(HEADINGS)} |", "|" + "--:|" * len(HEADINGS)]
+    lines += [f"| {' | '.join(_cells(cost))} |" for cost in costs]
+    lines.append("")
+    lines += [f"- {'pass' if v.passed else '**miss**'}: {v.criterion}; measured {v.measured}." for v in verdicts]
+    return "\n".join(lines) + "\n"
+
+
+HEADINGS = ("ids", "distinct rows", "step ms", "step ns an id", "backward ms", "backward ns an id")
+
+
+def _title(rule: str, rows: int) -> str:
+    return f"One table of {rows:,} rows, D {DIM} fp32, {rule}, uniform ids in bags of {LENGTH}"
+
+
+def _cells(cost: Cost) -> list[str]:
+    times = [cell for t in (cost.step, cost.backward) for cell in (f"{t * 1e3:,.2f}", f"{t / cost.ids * 1e9:,.1f}")]
+    return [f"{cost.ids:,}", f"{cost.distinct:,}", *times]
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,20 @@ def pooled_place(layout: CollectionLayout, element: int) -> str:
     return f"feature {owner.feature.name!r}, sample {sample}, column {column - (owner.column or 0)}"
 
 
+def divisor_place(layout: CollectionLayout, element: int) -> str:
+    """The place of an element of the flat divisors."""
+    sample, column = divmod(element, layout.divisor_width)
+    index = next(index for index, owned in layout.divisor_column.items() if owned == column)
+    return f"feature {layout.features[index].feature.name!r}, sample {sample}"
+
+
+def winner_place(layout: CollectionLayout, element: int) -> str:
+    """The place of an element of the flat winners."""
+    sample, column = divmod(element, layout.winner_width)
+    index, first = next(item for item in reversed(layout.winner_column.items()) if item[1] <= column)
+    return f"feature {layout.features[index].feature.name!r}, sample {sample}, column {column - first}"
+
+
 def sequence_place(layout: CollectionLayout, offsets: Tensor, batch: int, element: int) -> str:
     """The place of an element of the flat sequence output, which the offsets divide among features and samples."""
     for placed in layout.sequence_features:

@@ -30,6 +30,8 @@ BIG_ROW = 64
 """Bytes of a row from which bytes in flight are promised: smaller rows are limited by other things."""
 MOST_MADE_UP = 16
 """Accumulators a lane up to which there are registers for rows that make up for idle threads."""
+MOST_WINNERS = 16
+"""Accumulators a lane up to which there are registers for their positions."""
 MOST_ROWS = 8
 MOST_COPIED = 256
 """Output rows of a block that copies."""
@@ -57,6 +59,8 @@ class BucketGeometry:
     groups: int
     rows: int
     store: int
+    winners_store: int
+    """Of a max bucket whose backward will come: bytes a store of winners."""
     run: int
     """Bags (pooled, at most, a power of two) or positions (none, concat) a block owns."""
     min_run: int
@@ -105,6 +109,11 @@ def cuda_params(plan: Plan) -> CudaParams:
     """The plan's parameters, which a cuda plan is known to have."""
     assert isinstance(plan.params, CudaParams)
     return plan.params
+
+
+def trains(plan: Plan) -> bool:
+    """Whether the plan is a forward whose backward will come: it keeps divisors and winners."""
+    return plan.op == "forward_train"
 
 
 def geometry_of(plan: Plan) -> tuple[BucketGeometry, ...]:
@@ -170,6 +179,8 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, few
     arch, params = arch_named(plan.arch), cuda_params(plan)
     ids, bags = params.id_tile // fewer_ids, params.bags_per_block // fewer_bags
     most_elements = MOST_TOTALS // (4 * params.block)
+    if trains(plan) and bucket.pooling == "max":
+        most_elements = min(most_elements, MOST_WINNERS)
     widest = min(params.vector_bytes, arch.widest_load, most_elements * DTYPES[bucket.dtype].bytes)
     vector = largest_power_of_two(bucket.row_alignment, widest)
     vectors = -(-bucket.row_bytes // vector)
@@ -198,6 +209,7 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, few
         groups=groups,
         rows=rows,
         store=_store_bytes(plan, bucket, elements),
+        winners_store=_winners_store_bytes(plan, bucket, elements),
         run=run,
         min_run=min(run, power_of_two_below(LEAST_INTERLEAVE * groups)),
         window=max(1, ids // groups) // rows * rows,
@@ -231,6 +243,14 @@ def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
     else:
         steps += [plan.layout.output_width, *(f.column or 0 for f in bucket.features)]
     return min(largest_power_of_two(step * size, 16) for step in steps)
+
+
+def _winners_store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
+    """The same for positions of ids, which a max bucket writes if a backward will come."""
+    layout = plan.layout
+    steps = [bucket.dim, elements, layout.winner_width]
+    steps += [layout.winner_column[f.index] for f in bucket.features if f.index in layout.winner_column]
+    return min(largest_power_of_two(step * DTYPES[plan.id_dtype].bytes, 16) for step in steps)
 
 
 def _fitted(plan: Plan, members: tuple[BucketGeometry, ...]) -> tuple[BucketGeometry, ...]:

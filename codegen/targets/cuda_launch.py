@@ -19,6 +19,7 @@ from embforge.codegen.targets.cuda_geometry import (
     geometry_of,
     register_classes,
     run_of,
+    trains,
 )
 from embforge.codegen.targets.cuda_long import long_geometry
 
@@ -66,9 +67,16 @@ def status_size() -> int:
     return len(MISTAKES) * len(STATUS_WORDS)
 
 
+def widest_pooled(plan: Plan) -> int:
+    """Elements of the widest pooled row."""
+    return max((g.bucket.dim for g in geometry_of(plan) if g.pooled), default=0)
+
+
 def scratch_width(plan: Plan) -> int:
-    """Floats that a unit of a long bag leaves in scratch: the widest pooled row and its weight or count."""
-    return max((g.bucket.dim for g in geometry_of(plan) if g.pooled), default=0) + 1
+    """Floats that a unit of a long bag leaves in scratch: the widest pooled row, the winners of the widest max row if
+    a backward will come, and weight or count."""
+    largest = (g.bucket.dim for g in geometry_of(plan) if g.bucket.pooling == "max")
+    return widest_pooled(plan) + (max(largest, default=0) if trains(plan) else 0) + 1
 
 
 def main_symbols(plan: Plan) -> tuple[str, ...]:

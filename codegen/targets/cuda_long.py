@@ -6,6 +6,7 @@ Sums have one order, so nothing here changes a bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from embforge.codegen.plan import Plan
@@ -18,6 +19,7 @@ from embforge.codegen.targets.cuda_geometry import (
     cuda_params,
     min_blocks,
     row_bytes,
+    trains,
 )
 
 MOST_ROWS, MOST_SMALL_ROWS = 24, 16
@@ -52,6 +54,8 @@ class LongGeometry:
     """Ids from chunk to chunk in shared memory."""
     parts: int
     """Floats that the chunks of one wave leave in shared memory."""
+    winner_parts: int
+    """Bytes likewise, of max buckets whose backward will come; at least 1, because no array is empty."""
     weighted: bool
     shared: int
     """Bytes of the kernel's struct LongStage, which lies in dynamic shared memory."""
@@ -72,11 +76,18 @@ def _with_chunks(plan: Plan, pooled: tuple[BucketGeometry, ...], chunks: int) ->
     members = [tuple(g for g in pooled if g.long_kind == name) for name in names]
     kinds = tuple(LongKind(found[0].long_kind, found, _rows(plan, found, chunks)) for found in members)
     pitch = max((kind.slots for kind in kinds), default=CHUNK) | 1
-    parts = max((g.elements * g.lanes * min(g.groups, chunks) for g in pooled), default=1)
+    parts = _parts(pooled, chunks)
+    winner_parts = _parts([g for g in pooled if g.bucket.pooling == "max"], chunks)
     weighted = any(g.bucket.weighted for g in pooled)
     ids = chunks * pitch
     shared = SOURCE_BYTES + ids * row_bytes(plan) + 4 * (ids if weighted else 1) + 4 * parts + 8 * chunks
-    return LongGeometry(kinds, chunks, pitch, parts, weighted, -(-shared // 8) * 8)
+    shared += winner_parts if trains(plan) else 0
+    return LongGeometry(kinds, chunks, pitch, parts, winner_parts, weighted, -(-shared // 8) * 8)
+
+
+def _parts(members: Sequence[BucketGeometry], chunks: int) -> int:
+    """Numbers that so many chunks of any of the buckets leave, at least 1."""
+    return max((g.elements * g.lanes * min(g.groups, chunks) for g in members), default=1)
 
 
 def _rows(plan: Plan, members: tuple[BucketGeometry, ...], chunks: int) -> int:

@@ -25,16 +25,19 @@ Value = Tensor | int | None
 class ForwardCall(NamedTuple):
     """What a call launches, and on what."""
 
+    op: str
     work: ForwardLaunch
     pooled: Tensor
     sequence: Tensor | None
+    divisors: Tensor | None
+    winners: Tensor | None
     given: dict[str, Value]
     """Every argument by name, but `status`, which outlives calls."""
 
     def arguments(self, status: Tensor) -> list[Value]:
         """The kernels' arguments, in the order of the signature."""
         given = self.given | {"status": status}
-        return [given[argument.name] for argument in arguments_of("cuda")]
+        return [given[argument.name] for argument in arguments_of("cuda", self.op)]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -61,6 +64,9 @@ def forward_call(
     pooled = empty((size, plan.layout.output_width), dtype, device)
     has_sequence = bool(plan.layout.sequence_features)
     sequence = empty((sequence_elements,), dtype, device) if has_sequence else None
+    keeps, layout = plan.op == "forward_train", plan.layout
+    divisors = empty((size, layout.divisor_width), torch.float32, device) if keeps and layout.divisor_width else None
+    winners = empty((size, layout.winner_width), values.dtype, device) if keeps and layout.winner_width else None
     queue = empty((work.queue_words,), torch.int64, device)
     queue[:QUEUE_COUNTERS].zero_()
     scratch = empty((work.scratch_floats,), torch.float32, device)
@@ -71,13 +77,15 @@ def forward_call(
         "weights": weights,
         "pooled": pooled,
         "sequence": sequence,
+        "divisors": divisors,
+        "winners": winners,
         "batch": size,
         "num_values": values.numel(),
         "sequence_size": sequence_elements,
         "scratch": scratch,
         "queue": queue,
     }
-    return ForwardCall(work, pooled, sequence, given)
+    return ForwardCall(plan.op, work, pooled, sequence, divisors, winners, given)
 
 
 def _launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:

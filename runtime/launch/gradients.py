@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+TrainResult = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""What a forward returns whose backward will come: pooled, sequence, divisors, winners, as below."""
+
 
 class Gradients(NamedTuple):
     """One backward's input, contiguous, on the tables' device."""

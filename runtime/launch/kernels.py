@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from embforge.codegen.build import build
 from embforge.codegen.plan import Plan
 from embforge.inputs import Batch
+from embforge.launch.gradients import TrainResult
 from embforge.launch.metadata import Metadata
 
 
@@ -35,7 +37,7 @@ class Program:
 
 
 class Kernel(Protocol):
-    """A plan's forward, whatever runs it."""
+    """A plan's forward (op "forward"), whatever runs it."""
 
     plan: Plan
 
@@ -48,8 +50,22 @@ class Kernel(Protocol):
         """Raises the error that an earlier call left pending, if any."""
 
 
-def kernel_of(program: str) -> Kernel:
-    """The program's kernel, built and loaded on first use.
+class TrainKernel(Protocol):
+    """A plan's forward whose backward will come (op "forward_train"), whatever runs it."""
+
+    plan: Plan
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
+    ) -> TrainResult:
+        """Pooled output, rows of `none` features, divisors and winners, None for what the spec has no feature of."""
+
+    def check(self) -> None:
+        """Raises the error that an earlier call left pending, if any."""
+
+
+def kernel_of(program: str) -> Any:
+    """The program's kernel, built and loaded on first use: `Kernel`, `TrainKernel`, ..., as its plan's op says.
 
     Raises `MissingKernelError`, `CompileError` or `ToolchainError`.
     """
@@ -57,31 +73,46 @@ def kernel_of(program: str) -> Kernel:
     return kernel if kernel is not None else _LOADED.setdefault(program, _load(program))
 
 
-def loaded_kernel(program: str) -> Kernel | None:
-    """The program's kernel if anybody has called it yet."""
+def loaded_kernel(program: str) -> Any:
+    """The program's kernel if anybody has called it yet, else None."""
     return _LOADED.get(program)
 
 
-_LOADED: dict[str, Kernel] = {}
+_LOADED: dict[str, Any] = {}
 """A cache: a program's text decides its kernel. Never emptied, because captured graphs point into loaded code."""
 
 
-def _load(program: str) -> Kernel:
+_KERNELS = {
+    ("forward", "reference"): ("reference", "ReferenceForward"),
+    ("forward", "cpu"): ("cpu", "CpuForward"),
+    ("forward", "simt"): ("simt", "SimtForward"),
+    ("forward", "cuda"): ("cuda", "CudaForward"),
+    ("forward_train", "reference"): ("reference_train", "ReferenceForwardTrain"),
+    ("forward_train", "cpu"): ("cpu", "CpuForwardTrain"),
+    ("forward_train", "simt"): ("simt", "SimtForwardTrain"),
+    ("forward_train", "cuda"): ("cuda", "CudaForwardTrain"),
+    ("backward", "reference"): ("reference_backward", "ReferenceBackward"),
+    ("backward", "cpu"): ("cpu_backward", "CpuBackward"),
+    ("backward", "simt"): ("simt_backward", "SimtBackward"),
+    ("backward", "cuda"): ("cuda_backward", "CudaBackward"),
+    ("reduce", "reference"): ("reference_backward", "ReferenceReduce"),
+    ("reduce", "cpu"): ("cpu_backward", "CpuReduce"),
+    ("reduce", "simt"): ("simt_backward", "SimtReduce"),
+    ("reduce", "cuda"): ("cuda_backward", "CudaReduce"),
+    ("weight_gradient", "reference"): ("reference_backward", "ReferenceWeightGradient"),
+    ("weight_gradient", "cpu"): ("cpu_backward", "CpuWeightGradient"),
+    ("weight_gradient", "simt"): ("simt_backward", "SimtWeightGradient"),
+    ("weight_gradient", "cuda"): ("cuda_backward", "CudaWeightGradient"),
+}
+"""By op and target: the module here and the class in it, imported on first use."""
+
+
+def _load(program: str) -> Any:
     parsed = Program.from_text(program)
     plan = parsed.plan
+    module, name = _KERNELS[plan.op, plan.target]
+    kind = getattr(import_module(f"embforge.launch.{module}"), name)
     if plan.target == "reference":
-        from embforge.launch.reference import ReferenceForward
-
-        return ReferenceForward(plan)
+        return kind(plan)
     built = build(plan, kernels=Path(parsed.kernels) if parsed.kernels else None)
-    if plan.target == "cpu":
-        from embforge.launch.cpu import CpuForward
-
-        return CpuForward(plan, built.binary)
-    if plan.target == "simt":
-        from embforge.launch.simt import SimtForward
-
-        return SimtForward(plan, built.binary)
-    from embforge.launch.cuda import CudaForward
-
-    return CudaForward(plan, built.binary.read_bytes())
+    return kind(plan, built.binary.read_bytes() if plan.target == "cuda" else built.binary)

@@ -6,13 +6,13 @@ it can check batches and tables of real size. It never copies a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
-from embforge.codegen.layout import FeatureLayout, layout_of
+from embforge.codegen.layout import CollectionLayout, FeatureLayout, layout_of
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
@@ -62,37 +62,51 @@ def lookup(
     raise_bad_input(spec, values, offsets, weights, batch, bounds_check)
     wide = accumulate_dtype == torch.float64
     out_dtype = accumulate_dtype if wide else getattr(torch, DTYPES[spec.output_dtype].torch_name)
-    offsets = offsets.long()
     pooled = [torch.empty((batch, 0), dtype=out_dtype, device=values.device)]
     sequence = [torch.empty(0, dtype=out_dtype, device=values.device)]
-    for placed in layout.features:
-        borders = offsets[placed.index * batch : (placed.index + 1) * batch + 1]
-        begin, end = int(borders[0]), int(borders[-1])
-        used = weights if placed.feature.weighted else None
-        bags = _Bags(
-            placed=placed,
-            table=tables[placed.table_index],
-            ids=values[begin:end].long(),
-            weights=None if used is None else used[begin:end].to(accumulate_dtype),
-            starts=borders[:-1] - begin,
-            lengths=borders.diff(),
-            dtype=accumulate_dtype,
-        )
-        result = _RESULT[placed.feature.pooling](bags).to(out_dtype)
-        if placed.column is None:
+    for bags in bags_of(layout, values, offsets, weights, tables, accumulate_dtype):
+        result = _RESULT[bags.placed.feature.pooling](bags).to(out_dtype)
+        if bags.placed.column is None:
             sequence.append(result.flatten())
         else:
             pooled.append(result)
     return torch.cat(pooled, dim=1), torch.cat(sequence)
 
 
-class _Bags:
-    """One feature's part of the batch. Positions count from its first id."""
+def bags_of(
+    layout: CollectionLayout,
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    tables: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Iterator[Bags]:
+    """Every feature's part of a batch that is known to be good, in the order of features."""
+    batch, offsets = (offsets.numel() - 1) // len(layout.features), offsets.long()
+    for placed in layout.features:
+        borders = offsets[placed.index * batch : (placed.index + 1) * batch + 1]
+        begin, end = int(borders[0]), int(borders[-1])
+        used = weights if placed.feature.weighted else None
+        yield Bags(
+            placed=placed,
+            table=tables[placed.table_index],
+            begin=begin,
+            ids=values[begin:end].long(),
+            weights=None if used is None else used[begin:end].to(dtype),
+            starts=borders[:-1] - begin,
+            lengths=borders.diff(),
+            dtype=dtype,
+        )
+
+
+class Bags:
+    """One feature's part of the batch. Positions count from its first id, which is that at `begin` of values."""
 
     def __init__(
         self,
         placed: FeatureLayout,
         table: Tensor,
+        begin: int,
         ids: Tensor,
         weights: Tensor | None,
         starts: Tensor,
@@ -101,6 +115,7 @@ class _Bags:
     ) -> None:
         self.placed = placed
         self.table = table
+        self.begin = begin
         self.weights = weights
         self.starts = starts
         self.lengths = lengths
@@ -138,16 +153,25 @@ def _present(ids: Tensor, rows: int, feature: FeatureSpec) -> Tensor:
     return present
 
 
-def _canonical_sum(load: Load, bags: _Bags, width: int) -> Tensor:
-    return _reduce(load, bags.starts, bags.lengths, width, bags.dtype, torch.add, 0.0)
+def _canonical_sum(load: Load, bags: Bags, width: int) -> Tensor:
+    return reduce_bags(load, bags.starts, bags.lengths, width, bags.dtype, torch.add, 0.0)
+
+
+def stays(best: Tensor, item: Tensor) -> Tensor:
+    """Where a maximum stays what it is: the first of equals wins (so +0 and -0 keep their order), and NaN stays."""
+    return (best >= item) | best.isnan()
 
 
 def _keep_larger(best: Tensor, item: Tensor) -> Tensor:
-    """The first of equals wins (so +0 and -0 keep their order), and NaN once seen stays."""
-    return torch.where((best >= item) | best.isnan(), best, item)
+    return torch.where(stays(best, item), best, item)
 
 
-def _reduce(
+def canonical_reduce(load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The canonical sums `[k, width]` of k runs of items, each from a start and of a length."""
+    return reduce_bags(load, starts, lengths, width, dtype, torch.add, 0.0)
+
+
+def reduce_bags(
     load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype, combine: Combine, identity: float
 ) -> Tensor:
     """Combines the items of every bag in order within chunks of 64, then the chunks by the same rule, recursively."""
@@ -181,23 +205,25 @@ def _fold(
     return torch.empty_like(state).index_copy(0, order, state)
 
 
-def _sum(bags: _Bags) -> Tensor:
+def _sum(bags: Bags) -> Tensor:
     return _canonical_sum(bags.rows(absent=0.0), bags, bags.placed.dim)
 
 
-def _mean(bags: _Bags) -> Tensor:
+def divisor(bags: Bags) -> Tensor:
+    """What a mean or sqrtn feature divides its sums by, `[B, 1]`; 0 where its result is zeros."""
+    root = bags.placed.feature.pooling == "sqrtn"
     if bags.weights is None:
-        return _divided(_sum(bags), bags.count().to(bags.dtype)[:, None])
-    return _divided(_sum(bags), _canonical_sum(bags.scalars(bags.weights), bags, 1))
+        amount = bags.count().to(bags.dtype)[:, None]
+    else:
+        amount = _canonical_sum(bags.scalars(bags.weights * bags.weights if root else bags.weights), bags, 1)
+    return ieee_sqrt(amount) if root else amount
 
 
-def _sqrtn(bags: _Bags) -> Tensor:
-    if bags.weights is None:
-        return _divided(_sum(bags), _sqrt(bags.count().to(bags.dtype)[:, None]))
-    return _divided(_sum(bags), _sqrt(_canonical_sum(bags.scalars(bags.weights * bags.weights), bags, 1)))
+def _divided_sum(bags: Bags) -> Tensor:
+    return _divided(_sum(bags), divisor(bags))
 
 
-def _sqrt(numbers: Tensor) -> Tensor:
+def ieee_sqrt(numbers: Tensor) -> Tensor:
     """The IEEE square root. torch's own for float32 on a CPU (MKL) is off by one bit for a sixth of all numbers;
     the root of a float32 is never near enough to the middle of two others that an error in float64 would show."""
     return numbers.double().sqrt().to(numbers.dtype)
@@ -209,18 +235,18 @@ def _divided(total: Tensor, denominator: Tensor) -> Tensor:
     return (total / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
-def _max(bags: _Bags) -> Tensor:
-    best = _reduce(
+def _max(bags: Bags) -> Tensor:
+    best = reduce_bags(
         bags.rows(absent=-torch.inf), bags.starts, bags.lengths, bags.placed.dim, bags.dtype, _keep_larger, -torch.inf
     )
     return best.masked_fill((bags.count() == 0)[:, None], 0.0)
 
 
-def _none(bags: _Bags) -> Tensor:
+def _none(bags: Bags) -> Tensor:
     return bags.rows(absent=0.0)(torch.arange(bags.ids.numel(), device=bags.ids.device))
 
 
-def _concat(bags: _Bags) -> Tensor:
+def _concat(bags: Bags) -> Tensor:
     hotness = bags.placed.width // bags.placed.dim
     bag = torch.repeat_interleave(bags.lengths)
     place = bag * hotness + torch.arange(bag.numel(), device=bag.device) - bags.starts[bag]
@@ -229,10 +255,10 @@ def _concat(bags: _Bags) -> Tensor:
     return result.index_copy(0, place, _none(bags)).view(bags.lengths.numel(), bags.placed.width)
 
 
-_RESULT: dict[str, Callable[[_Bags], Tensor]] = {
+_RESULT: dict[str, Callable[[Bags], Tensor]] = {
     "sum": _sum,
-    "mean": _mean,
-    "sqrtn": _sqrtn,
+    "mean": _divided_sum,
+    "sqrtn": _divided_sum,
     "max": _max,
     "none": _none,
     "concat": _concat,

@@ -97,13 +97,41 @@ _HOST: tuple[Argument, ...] = (
     Argument("threads", "int64_t", "threads to split the work over", ("cpu",)),
 )
 
+_SEQUENCE_SIZE = Argument("sequence_size", "int64_t", "elements of grad_sequence", GPU_TARGETS)
+_STATUS = Argument("status", "int64_t*", "the first mistake of each kind, see STATUS_WORDS", GPU_TARGETS)
+
+_SORTED: tuple[Argument, ...] = (
+    _SEQUENCE_SIZE,
+    _STATUS,
+    Argument("keys", "key_t*", "num_values rows, numbered over all tables", GPU_TARGETS),
+    Argument("sorted_keys", "const key_t*", "those in order", GPU_TARGETS),
+    Argument("order", "const int64_t*", "the position of each of them", GPU_TARGETS),
+    Argument("bags", "int32_t*", "num_values bags, by position", GPU_TARGETS),
+    Argument("heads", "int32_t*", "1 where a run begins among the sorted keys, else 0", GPU_TARGETS),
+    Argument("runs", "const int32_t*", "those summed up: the run of a sorted key, counted from 1", GPU_TARGETS),
+    Argument("sources", "int64_t*", "address of the gradient of each sorted key", GPU_TARGETS),
+    Argument("factors", "float*", "its weight; null if no feature is weighted", GPU_TARGETS),
+    Argument("chosen", "int64_t*", "address of its winners, 0: no max; null if no feature is a max", GPU_TARGETS),
+    Argument("run_begin", "int32_t*", "num_values + 1 borders of runs", GPU_TARGETS),
+    Argument("waiting", "int32_t*", "runs that are worked on last, see codegen/targets/cuda_backward.py", GPU_TARGETS),
+    Argument("words", "int64_t*", "counters and borders, see templates/cuda/occurrences.cu.j2", GPU_TARGETS),
+    Argument("scaled", "float*", "gradients that were divided or converted; null if none is", GPU_TARGETS),
+    Argument("partials", "float*", "partial sums of long runs, see templates/cuda/items.cu.j2", GPU_TARGETS),
+    Argument("level", "int64_t", "of the partial sums that a launch makes", GPU_TARGETS),
+)
+"""Work space of kernels whose keys torch sorts and whose heads torch sums up, between launches."""
+
 BACKWARD: tuple[Argument, ...] = (
     *_GRADIENTS,
     Argument("hyper", "const double*", "the rule's numbers, see codegen/rules/rule.py"),
     Argument("counters", "int64_t*", "updates done, and the seed; the first grows by one"),
     *_SIZES,
-    Argument("workspace", "char*", "room for the sort, see codegen/targets/cpu_backward.py", ("cpu",)),
+    Argument("skip_bad_ids", "int64_t", "1: ids that are no row count as absent; 0: they are refused"),
+    Argument("workspace", "char*", "room for the sort: as many bytes as the function {uri}_workspace says", ("cpu",)),
     *_HOST,
+    Argument("verdict", "float*", "0, or infinity: a gradient is not finite, and nothing was updated", GPU_TARGETS),
+    Argument("scalars", "float*", "1 / grad_scale, then the rule's numbers of this step", GPU_TARGETS),
+    *_SORTED,
 )
 """Reduces the gradient of every row that occurs and updates the row, in one call."""
 
@@ -113,8 +141,10 @@ REDUCE: tuple[Argument, ...] = (
     Argument("rows", "int64_t*", "those rows, in order, one table after the other"),
     Argument("gradients", "float*", "their gradients, one table after the other"),
     *_SIZES,
-    Argument("workspace", "char*", "room for the sort, see codegen/targets/cpu_backward.py", ("cpu",)),
+    Argument("skip_bad_ids", "int64_t", "1: ids that are no row count as absent; 0: they are refused"),
+    Argument("workspace", "char*", "room for the sort: as many bytes as the function {uri}_workspace says", ("cpu",)),
     *_HOST,
+    *_SORTED,
 )
 """Reduces the gradient of every row that occurs, and leaves the row alone."""
 
@@ -123,6 +153,8 @@ WEIGHT_GRADIENT: tuple[Argument, ...] = (
     Argument("weight_gradient", "float*", "num_values gradients of the weights; 0 for ids of unweighted features"),
     *_SIZES,
     *_HOST,
+    _SEQUENCE_SIZE,
+    _STATUS,
 )
 
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from embforge.codegen.buckets import Bucket
 from embforge.codegen.describe import bucket_line, describe
 from embforge.codegen.dtypes import DTYPES
-from embforge.codegen.errors import CompileError, PlanError
+from embforge.codegen.errors import CompileError
 from embforge.codegen.layout import FeatureLayout
 from embforge.codegen.machine import find_compiler
 from embforge.codegen.params import CpuParams
@@ -21,43 +20,11 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import arguments_of, prototype
 from embforge.codegen.targets import Source, Target
+from embforge.codegen.targets.cpu_backward import backward_facts, reduce_facts, weight_gradient_facts
+from embforge.codegen.targets.isa import CACHE_LINE, CACHED_TABLE_BYTES, FLAGS, Isa, isa_of
 
-CACHE_LINE = 64
 BAG_OVERHEAD_BYTES = 64
 """What starting a bag costs, in bytes of rows that could have been read meanwhile."""
-
-CACHED_TABLE_BYTES = 1 << 19
-"""A table of this size lies in a core's own cache after a few batches: prefetching it only costs instructions."""
-
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
-
-
-@dataclass(frozen=True)
-class Isa:
-    """An instruction set: its vectors, its header and the compiler flags that allow it."""
-
-    name: str
-    title: str
-    width: int
-    header: str | None
-    flags: tuple[str, ...]
-
-
-ISAS: dict[str, Isa] = {
-    isa.name: isa
-    for isa in (
-        Isa(
-            "avx512",
-            "AVX-512",
-            16,
-            "immintrin.h",
-            ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", "-mavx2", "-mf16c"),
-        ),
-        Isa("avx2", "AVX2 and F16C", 8, "immintrin.h", ("-mavx2", "-mf16c")),
-        Isa("neon", "NEON", 4, "arm_neon.h", ()),
-        Isa("generic", "plain vectors", 4, None, ()),
-    )
-}
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -75,18 +42,14 @@ def facts(plan: Plan) -> dict[str, Any]:
         "id_type": DTYPES[plan.id_dtype].c_type,
         "out_type": DTYPES[plan.spec.output_dtype].c_type,
         "output_width": plan.layout.output_width,
-        "arguments": arguments_of("cpu"),
-        "prototype": prototype("cpu"),
+        "trains": plan.op == "forward_train",
+        "divisor_width": plan.layout.divisor_width,
+        "winner_width": plan.layout.winner_width,
+        "arguments": arguments_of("cpu", plan.op),
+        "prototype": prototype("cpu", plan.op),
         "buckets": [_bucket_facts(bucket, params) for bucket in plan.buckets],
         "features": [_feature_facts(plan, placed, buckets[placed.index], isa) for placed in plan.layout.features],
     }
-
-
-def isa_of(plan: Plan) -> Isa:
-    """The plan's instruction set; `PlanError` names the known ones."""
-    if plan.arch not in ISAS:
-        raise PlanError(f"plan field arch={plan.arch!r} is not known for target cpu; allowed: {', '.join(ISAS)}")
-    return ISAS[plan.arch]
 
 
 def compile_source(plan: Plan, source: Path) -> bytes:
@@ -144,6 +107,8 @@ def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket, isa: Isa) 
     pooled = bucket.pooling in ("sum", "max")
     runner = "pool_bags" if pooled else "concat_bags"
     result_bytes = placed.width * DTYPES[plan.spec.output_dtype].bytes
+    if plan.op == "forward_train" and feature.pooling == "max":
+        result_bytes += placed.dim * DTYPES[plan.id_dtype].bytes
     padding = feature.padding_idx if pooled and feature.padding_idx is not None else -1
     return {
         "name": feature.name,
@@ -154,6 +119,7 @@ def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket, isa: Isa) 
         "padding": padding,
         "hotness": feature.hotness if feature.pooling == "concat" else 0,
         "ahead": _rows_ahead(plan, placed, bucket),
+        "kept": plan.layout.kept_column(placed.index),
         "run": "nullptr" if feature.pooling == "none" else f"{runner}<{bucket.label}>",
         "copy_rows": f"copy_rows<{bucket.label}>" if feature.pooling == "none" else "nullptr",
         "sum_units": f"sum_units<{bucket.label}>" if pooled else "nullptr",
@@ -178,7 +144,13 @@ def _touched_bytes(bucket: Bucket) -> int:
 
 CPU = Target(
     name="cpu",
-    sources={"forward": Source("cpu/forward.cpp.j2", facts)},
+    sources={
+        "forward": Source("cpu/forward.cpp.j2", facts),
+        "forward_train": Source("cpu/forward.cpp.j2", facts),
+        "backward": Source("cpu/backward.cpp.j2", backward_facts),
+        "reduce": Source("cpu/backward.cpp.j2", reduce_facts),
+        "weight_gradient": Source("cpu/weight_gradient.cpp.j2", weight_gradient_facts),
+    },
     source_suffix=".cpp",
     binary_suffix=".so",
     compile=compile_source,

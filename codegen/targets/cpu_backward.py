@@ -1,0 +1,238 @@
+"""What the sources of a CPU backward say: gradients of rows, reduced and applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from embforge.codegen.describe import describe
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.layout import CollectionLayout, FeatureLayout, TableLayout
+from embforge.codegen.params import CpuBackwardParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.rules.emit import rule_facts
+from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
+from embforge.codegen.signature import UPDATE_METADATA_WORDS, arguments_of, prototype
+from embforge.codegen.targets.isa import CACHE_LINE, CACHED_TABLE_BYTES, FLAGS, isa_of
+
+EXPONENT = {"fp32": "0x7f800000", "fp16": "0x7c00", "bf16": "0x7f80"}
+"""The bits that are all ones in numbers that are not finite."""
+
+TITLES = {
+    "backward": "Gradients of one collection's rows, reduced and applied in one call",
+    "reduce": "Gradients of one collection's rows, reduced",
+    "weight_gradient": "Gradients of one collection's weights",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the gradients of a table's ids are found: tables of the same kind, dim and dtype share code."""
+
+    sources: tuple[str, ...]
+    """Where they lie: in `grad_pooled`, in `grad_sequence`, or divided beforehand ("scaled")."""
+    any_weighted: bool = False
+    any_max: bool = False
+
+    @property
+    def direct(self) -> bool:
+        """An address says it all: one source, no weights, no max."""
+        return len(self.sources) == 1 and not self.any_weighted and not self.any_max
+
+    @property
+    def label(self) -> str:
+        return "_".join((*self.sources, *("weighted",) * self.any_weighted, *("max",) * self.any_max))
+
+
+def reduce_facts(plan: Plan) -> dict[str, Any]:
+    """Everything `cpu/backward.cpp.j2` names, for a reduction."""
+    layout = plan.layout
+    by_table = [[f for f in layout.features if f.table_index == index] for index in range(len(layout.tables))]
+    kinds = [_kind_of(using) for using in by_table]
+    labels = [f"d{t.table.embedding_dim}_{t.table.dtype}_{k.label}" for t, k in zip(layout.tables, kinds, strict=True)]
+    tables, first = [], 0
+    for placed, kind, label, using in zip(layout.tables, kinds, labels, by_table, strict=True):
+        tables.append(_table_facts(plan, placed, kind, label) | {"first_feature": first})
+        first += len(using)
+        tables[-1]["last_feature"] = first
+    features = _features(layout)
+    return {
+        **_shared(plan),
+        "entries": [f"{plan.uri}_count", plan.uri],
+        "tables": tables,
+        "table_features": [f.index for using in by_table for f in using],
+        "buckets": _buckets(plan, kinds, labels),
+        "features": features,
+        "poolings": {f["pooling"] for f in features},
+        "dividing": [f for f in features if f["source"] == "scaled"],
+        "scaled_width": sum(f["dim"] for f in features if f["source"] == "scaled"),
+        "any_items": not all(kind.direct for kind in kinds),
+        "exponent_mask": EXPONENT[plan.spec.output_dtype],
+        "least_shift": min(table["shift"] for table in tables),
+    }
+
+
+def backward_facts(plan: Plan) -> dict[str, Any]:
+    """Everything `cpu/backward.cpp.j2` names, for a reduction with an update behind it."""
+    update = plan.update
+    assert update is not None
+    any_narrow = any(table.dtype != "fp32" for table in plan.spec.tables)
+    return {
+        **reduce_facts(plan),
+        **rule_facts(update),
+        "entries": [plan.uri],
+        "any_narrow": any_narrow,
+        "stochastic": any_narrow and update.rounding == "stochastic",
+        "philox_rounds": PHILOX_ROUNDS,
+        "counters": _counters(isa_of(plan).width // 2),
+        "row_lanes": ROW_LANES,
+    }
+
+
+def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
+    """Everything `cpu/weight_gradient.cpp.j2` names."""
+    layout = plan.layout
+    features = _features(layout)
+    for facts, placed in zip(features, layout.features, strict=True):
+        table = layout.tables[placed.table_index]
+        facts["label"] = f"d{placed.dim}_{table.table.dtype}"
+        # Here a padding id of a bag that is not pooled is a row like others.
+        facts["padding"] = -1 if placed.feature.pooling in ("none", "concat") else facts["padding"]
+    weighted = {f["label"]: layout.tables[f["table_index"]] for f in features if f["weighted"]}
+    buckets = [
+        {
+            "label": label,
+            "dim": table.table.embedding_dim,
+            "table_type": DTYPES[table.table.dtype].c_type,
+            "stride_bytes": table.stride_bytes,
+            "ahead": max(1, _params(plan).prefetch_bytes // _lines(table.row_bytes)),
+        }
+        for label, table in weighted.items()
+    ]
+    poolings = {f["pooling"] for f in features}
+    return {**_shared(plan), "features": features, "poolings": poolings, "buckets": buckets, "row_lanes": ROW_LANES}
+
+
+def _counters(lanes: int) -> list[int]:
+    """Which of consecutive counters each lane of a generator is: even lanes the first half, odd ones the second."""
+    return [lane // 2 + lane % 2 * (lanes // 2) for lane in range(lanes)]
+
+
+def _shared(plan: Plan) -> dict[str, Any]:
+    isa, layout = isa_of(plan), plan.layout
+    return {
+        "op": plan.op,
+        "uri": plan.uri,
+        "title": TITLES[plan.op],
+        "version": version("embforge"),
+        "description": describe(plan),
+        "compile_line": " ".join(["c++", *FLAGS, *isa.flags]),
+        "isa": isa,
+        "chunk": CHUNK,
+        "params": _params(plan),
+        "id_type": DTYPES[plan.id_dtype].c_type,
+        "out_type": DTYPES[plan.spec.output_dtype].c_type,
+        "output_width": layout.output_width,
+        "divisor_width": layout.divisor_width,
+        "winner_width": layout.winner_width,
+        "most_dim": max(t.table.embedding_dim for t in layout.tables),
+        "metadata_words": len(UPDATE_METADATA_WORDS),
+        "arguments": arguments_of("cpu", plan.op),
+        "prototype": prototype("cpu", plan.op),
+    }
+
+
+def _params(plan: Plan) -> CpuBackwardParams:
+    assert isinstance(plan.params, CpuBackwardParams)
+    return plan.params
+
+
+def _source_of(placed: FeatureLayout) -> str:
+    return {"none": "sequence", "mean": "scaled", "sqrtn": "scaled"}.get(placed.feature.pooling, "pooled")
+
+
+def _kind_of(features: list[FeatureLayout]) -> Kind:
+    sources = tuple(sorted({_source_of(f) for f in features}))
+    weighted = any(f.feature.weighted for f in features)
+    return Kind(sources, weighted, any(f.feature.pooling == "max" for f in features))
+
+
+def _features(layout: CollectionLayout) -> list[dict[str, Any]]:
+    found, scaled = [], 0
+    for placed in layout.features:
+        feature = placed.feature
+        found.append(
+            {
+                "index": placed.index,
+                "name": feature.name,
+                "table_index": placed.table_index,
+                "pooling": feature.pooling,
+                "source": _source_of(placed),
+                "weighted": feature.weighted,
+                "dim": placed.dim,
+                "column": placed.column or 0,
+                "padding": -1 if feature.padding_idx is None else feature.padding_idx,
+                "hotness": feature.hotness if feature.pooling == "concat" else 0,
+                "kept": layout.kept_column(placed.index),
+                "scaled": scaled,
+            }
+        )
+        scaled += placed.dim if found[-1]["source"] == "scaled" else 0
+    return found
+
+
+def _table_facts(plan: Plan, placed: TableLayout, kind: Kind, label: str) -> dict[str, Any]:
+    table, params = placed.table, _params(plan)
+    key_bits = (table.num_embeddings - 1).bit_length()
+    row_bytes = _lines(placed.row_bytes) + _lines(placed.state_stride_bytes)
+    item_bytes = _lines(table.embedding_dim * _source_bytes(plan, kind))
+    cached = (placed.stride_bytes + placed.state_stride_bytes) * table.num_embeddings <= CACHED_TABLE_BYTES
+    return {
+        "name": table.name,
+        "label": label,
+        "dim": table.embedding_dim,
+        "key_bits": key_bits,
+        "shift": 64 - key_bits if key_bits else 63,
+        "direct": kind.direct,
+        "rows_ahead": 0 if cached else -(-params.prefetch_bytes // row_bytes),
+        "gradients_ahead": -(-params.prefetch_bytes // item_bytes),
+        "word_cost": 2 * row_bytes + item_bytes,
+    }
+
+
+def _buckets(plan: Plan, kinds: list[Kind], labels: list[str]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for placed, kind, label in zip(plan.layout.tables, kinds, labels, strict=True):
+        if label in found:
+            found[label]["comment"] += f", {placed.table.name}"
+            continue
+        element = [s for s in placed.states if s.extent == "element"]
+        row = [s for s in placed.states if s.extent == "row"]
+        found[label] = {
+            "label": label,
+            "comment": f"rows of {placed.row_bytes} bytes: {placed.table.name}",
+            "table_type": DTYPES[placed.table.dtype].c_type,
+            "source_type": "float" if "scaled" in kind.sources else "out_t",
+            "dim": placed.table.embedding_dim,
+            "direct": kind.direct,
+            "sources": kind.sources,
+            "any_weighted": kind.any_weighted,
+            "any_max": kind.any_max,
+            "stride_bytes": placed.stride_bytes,
+            "state_stride_bytes": placed.state_stride_bytes,
+            "state_bytes": placed.state_stride_bytes,
+            "element_states": [s.offset for s in element],
+            "row_states": [s.offset for s in row],
+            "row_states_in_tail": [str(s.placement == "tail") for s in row],
+        }
+    return list(found.values())
+
+
+def _source_bytes(plan: Plan, kind: Kind) -> int:
+    return DTYPES["fp32" if "scaled" in kind.sources else plan.spec.output_dtype].bytes
+
+
+def _lines(row_bytes: int) -> int:
+    """Bytes of the cache lines that so many bytes lie on, at best."""
+    return -(-row_bytes // CACHE_LINE) * CACHE_LINE

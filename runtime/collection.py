@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embforge import ops
+from embforge.arguments import sequence_elements
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import Params, params_type
@@ -122,15 +123,16 @@ class EmbeddingCollection(Trained):
             initial = optimizer.initial_states if self._fused else None
             self.tables._modules[table.table.name] = StaticTable(table, device, fused=self._fused, initial=initial)
         self._ready: dict[torch.dtype, _Ready] = {}
-        self._programs = self._program_texts()
+        self._programs = self._program_texts(device)
         self.reset_parameters()
         if self._fused:  # drawn behind the rows, so that these do not depend on the optimizer
             self.seed(int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
 
     def reset_parameters(self) -> None:
-        """Draws all rows anew, uniformly from +-1/sqrt(rows), and sets optimizer states to their start."""
+        """Draws all rows anew, uniformly from +-1/sqrt(rows); optimizer states and the step begin anew too."""
         for table in self._tables().values():
             table.reset()
+        self._trainer.restart()
 
     def forward(
         self,
@@ -207,16 +209,18 @@ class EmbeddingCollection(Trained):
         if _is_grad_enabled() and self._want_gradients(tables, batch[2]):
             return self._lookup_to_train(tables, batch, sequence_rows)
         if self._must_be_seen(values):
+            if self._fused and not _is_compiling() and _has_numbers(values):
+                self._trainer.note_forward(values)
             return self._call_operator(tables, batch, sequence_rows)
         if self._fused:
-            self._trainer.note_forward()
+            self._trainer.note_forward(values)
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
         if ready is None or ready[0] != [*map(_address, tables), *map(_size, tables)]:
             if values.is_meta:  # nothing to read
                 return self._call_operator(tables, batch, sequence_rows)
             ready = self._make_ready(tables, batch)
-        elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
+        elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
         return ready[1](ready[2], tables, batch, elements, self._bounds_check)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -236,19 +240,21 @@ class EmbeddingCollection(Trained):
     ) -> tuple[Tensor, Tensor | None]:
         """A lookup that autograd records."""
         trainer, programs, storage = self._trainer, self._program(batch), self._storage(tables)
-        elements = ops.sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
+        elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
         parameters = () if self._fused else tables
         if not self._must_be_seen(batch.values) and not batch.values.is_meta:
             check_tables(self.layout, tables)
             return trainer.lookup(programs, storage, batch, elements, parameters)
         if trainer.numbers is None or trainer.accumulate:
             # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
-            if _is_compiling() or _profiler_enabled():
+            if _is_compiling() or _has_numbers(batch.values):
                 found: tuple[Tensor, Tensor | None] = _untraced(trainer.lookup)(
                     programs, storage, batch, elements, parameters
                 )
                 return found
             return self._call_operator(tables, batch, sequence_rows)
+        if not _is_compiling() and _has_numbers(batch.values):
+            trainer.note_forward(batch.values)
         trainer.take_scale()
         numbers = trainer.numbers
         anchor = numbers.anchor if any(storage.trainable) else numbers.anchor.detach()
@@ -256,7 +262,7 @@ class EmbeddingCollection(Trained):
             batch.values,
             batch.offsets,
             batch.weights,
-            tables,
+            self._blocks(),
             storage.states,
             anchor,
             numbers.hyper,
@@ -287,9 +293,9 @@ class EmbeddingCollection(Trained):
         )
         return result
 
-    def _program_texts(self) -> dict[torch.dtype, Programs]:
+    def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
-        arch = arch_of(self.backend, self.device)
+        arch = arch_of(self.backend, device)
         return {
             dtype: self._trainer.programs(
                 self.spec, self.backend, arch, name, self._params, self._backward_params, self.kernels
@@ -331,25 +337,31 @@ class EmbeddingCollection(Trained):
 
     def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingCollection:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._moved(self.device)
+        return self
+
+    def _moved(self, device: torch.device) -> None:
         self._ready = {}
-        device = self.device
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = _backend(None, device)
             self._params = _params(None, self.backend)
             self._backward_params = _params(None, self.backend, "backward")
-        numbers = self._trainer.numbers
-        if numbers is not None and numbers.hyper.device != device:
-            numbers.move(device)
-            self._facade = self._facade if numbers.anchor in self._anchors() else None
-        self._programs = self._program_texts()
-        return self
+        self._trainer.move(device)
+        if self._facade is not None:
+            self._facade.moved()
+        self._programs = self._program_texts(device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._programs = self._program_texts()
+        self._programs = self._program_texts(self.device)
+
+
+def _has_numbers(values: Tensor) -> bool:
+    """Whether a kernel could read it: not a tracer's or a transform's stand-in."""
+    return type(values) is Tensor and not values.is_meta and _functorch_level() is None and _tracing_state() is None
 
 
 def _untraced(function: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from embforge.arguments import sequence_elements
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda_geometry import geometry_of, register_classes
 from embforge.codegen.targets.cuda_launch import long_symbols, main_symbols, shape_of
@@ -17,7 +18,6 @@ from embforge.inputs import Batch
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of
 from embforge.launch.simt import SimtForward, SimtOptions
-from embforge.ops import sequence_elements
 
 
 @dataclass(frozen=True)

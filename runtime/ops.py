@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embforge.arguments import (
+    check_sequence_rows,
+    check_states,
+    checked_batch,
+    checked_gradients,
+    rows_of,
+    sequence_elements,
+)
 from embforge.codegen.dtypes import DTYPES
-from embforge.codegen.layout import CollectionLayout
-from embforge.codegen.plan import Plan
-from embforge.inputs import BOUNDS_CHECKS, Batch
-from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import check_tables, metadata_of
 from embforge.training.calls import (
@@ -29,6 +33,8 @@ from embforge.training.calls import (
 )
 
 _FP32 = torch.float32
+MAY_CHANGE = "saved_tensor_with_no_vc_check"
+"""torch's mark, in a traced graph, of an input of the backward whose version is not checked (torch 2.13)."""
 
 LOOKUP = (
     "lookup(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[] sequence_rows, "
@@ -42,7 +48,8 @@ LOOKUP_TRAIN = (
     "Tensor hyper, Tensor counters, SymInt[] sequence_rows, str forward, str backward, str weight_gradient, "
     "str bounds_check, bool[] trainable) -> (Tensor pooled, Tensor sequence, Tensor divisors, Tensor winners)"
 )
-"""A lookup whose backward updates `tables` and `states`. `anchor` is what autograd sees of them. `divisors` and
+"""A lookup whose backward updates `tables` and `states`. `tables`: `[rows, stride]`, all memory of each, because
+padding may hold states and a copy of rows alone would lose them. `anchor` is what autograd sees of them. `divisors` and
 `winners`: what the backward needs of the forward, see codegen/signature.py. Three programs: `forward` keeps these."""
 
 UPDATE = (
@@ -71,10 +78,9 @@ def _lookup(
 ) -> tuple[Tensor, Tensor]:
     kernel = kernel_of(program)
     layout = kernel.plan.layout
-    _check_arguments(kernel.plan, values, offsets, weights, bounds_check)
+    batch = checked_batch(kernel.plan, values, offsets, weights, bounds_check)
     check_tables(layout, tables)
-    batch = Batch(values, offsets, weights, (offsets.numel() - 1) // len(layout.features), None)
-    _check_sequence_rows(layout, batch, sequence_rows)
+    check_sequence_rows(layout, batch, sequence_rows)
     elements = sequence_elements(layout, sequence_rows)
     pooled, sequence = kernel(metadata_of(tables, bounds_check), tables, batch, elements, bounds_check)
     return pooled, values.new_empty(0, dtype=pooled.dtype) if sequence is None else sequence
@@ -94,45 +100,6 @@ def _lookup_fake(
     batch = (offsets.numel() - 1) // len(plan.spec.features)
     pooled = values.new_empty((batch, plan.layout.output_width), dtype=dtype)
     return pooled, values.new_empty(sequence_elements(plan.layout, sequence_rows), dtype=dtype)
-
-
-def _check_arguments(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> None:
-    """What a caller of the module has from `normalise` and a caller of the operator must see to."""
-    id_dtype = getattr(torch, DTYPES[plan.id_dtype].torch_name)
-    for name, tensor, dtype in (
-        ("values", values, id_dtype),
-        ("offsets", offsets, id_dtype),
-        ("weights", weights, _FP32),
-    ):
-        if tensor is None:
-            continue
-        if tensor.dtype != dtype and plan.target != "reference":
-            raise TypeError(f"{name}: dtype {tensor.dtype} does not fit the program; allowed: {dtype}")
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: 1-D, contiguous"
-            )
-    if weights is not None and weights.numel() != values.numel():
-        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
-    if (offsets.numel() - 1) % len(plan.spec.features) or offsets.numel() == 0:
-        raise ValueError(f"offsets: length {offsets.numel()} does not fit {len(plan.spec.features)} features")
-    if bounds_check not in BOUNDS_CHECKS:
-        raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
-
-
-def _check_sequence_rows(layout: CollectionLayout, batch: Batch, sequence_rows: Sequence[int]) -> None:
-    """A kernel writes as many rows as offsets say: a caller who says fewer would have it write past the end."""
-    if not layout.sequence_features or not batch.offsets.is_cpu or batch.batch == 0:
-        return  # a look at a GPU's offsets would wait for it
-    borders = batch.offsets[:: batch.batch].tolist()
-    true = [borders[f.index + 1] - borders[f.index] for f in layout.sequence_features]
-    if true != list(sequence_rows) and min(true) >= 0:
-        raise ValueError(f"sequence_rows: {list(sequence_rows)} given, offsets say {true}")
-
-
-def sequence_elements(layout: CollectionLayout, sequence_rows: Sequence[int]) -> int:
-    """Numbers in the flat sequence output, from the ids of each `none` feature."""
-    return sum(rows * f.dim for rows, f in zip(sequence_rows, layout.sequence_features, strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -157,9 +124,9 @@ def _lookup_train(
     trainable: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = _program(forward).plan
-    batch = _checked_batch(plan, values, offsets, weights, bounds_check)
-    check_tables(plan.layout, tables)
-    _check_sequence_rows(plan.layout, batch, sequence_rows)
+    batch = checked_batch(plan, values, offsets, weights, bounds_check)
+    tables = rows_of(plan.layout, tables)
+    check_sequence_rows(plan.layout, batch, sequence_rows)
     storage = Storage(tables, states, trainable, bounds_check)
     kept = run_forward(forward, storage, batch, sequence_elements(plan.layout, sequence_rows))
     return (
@@ -203,6 +170,28 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.tables, ctx.states, ctx.hyper, ctx.counters = list(tables), list(states), hyper, counters
     ctx.programs, ctx.bounds_check, ctx.trainable = (backward, weight_gradient), bounds, train
     ctx.versions, ctx.sequences = [table._version for table in tables], len(rows)
+    changing = [*tables, *states, hyper, counters]
+    _say_who_may_change(changing, changed=not ctx.needs_input_grad[2])  # weights' gradient needs the rows as they were
+
+
+def _say_who_may_change(tensors: Sequence[Tensor], *, changed: bool) -> None:
+    """Tells a graph that is being traced which inputs of its backward may have changed since its forward.
+
+    It would check the versions of all, as if they had been saved, and so refuse the second of two calls.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+        return
+    from torch.fx.experimental import proxy_tensor
+    from torch.fx.traceback import current_meta
+
+    proxies_of = getattr(proxy_tensor, "_get_proxies", None)
+    if proxies_of is None:  # not torch 2.13: the second call stays refused
+        return
+    changed = changed and "recompute" not in current_meta  # nor may rows change under a forward that is repeated
+    for tensor in tensors:
+        for proxy in proxies_of(tensor):
+            meta = proxy.node.meta
+            meta[MAY_CHANGE] = changed and meta.get(MAY_CHANGE, True)
 
 
 def _train(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor) -> Any:
@@ -220,8 +209,12 @@ def _train(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor
         verdict = torch.ops.embforge.update_(
             *given, ctx.tables, ctx.states, ctx.hyper, ctx.counters, backward, ctx.bounds_check, ctx.trainable
         )
-    nothing, none = [None] * len(ctx.tables), [None] * ctx.sequences
-    return None, None, wanted, nothing, nothing, verdict, None, None, none, None, None, None, None, None
+        if torch.compiler.is_compiling():  # no kernel runs that would say so
+            torch.autograd.graph.increment_version(ctx.tables)
+    # torch takes a list of tensors for its elements, and so an empty one, but a list of numbers for one argument.
+    nothing = [None] * len(ctx.tables)
+    of_rows: list[None] | None = None if ctx.sequences else []
+    return None, None, wanted, nothing, nothing, verdict, None, None, of_rows, None, None, None, None, None
 
 
 def _update(
@@ -241,9 +234,10 @@ def _update(
     trainable: Sequence[bool],
 ) -> Tensor:
     plan = _program(program).plan
-    batch = _checked_batch(plan, values, offsets, weights, bounds_check)
-    check_tables(plan.layout, tables)
-    gradients = _checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
+    batch = checked_batch(plan, values, offsets, weights, bounds_check)
+    tables = rows_of(plan.layout, tables)
+    check_states(plan, tables, states, hyper, counters)
+    gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
     return run_update(program, Storage(tables, states, trainable, bounds_check), batch, gradients, hyper, counters)
 
 
@@ -260,48 +254,11 @@ def _weight_gradient(
     bounds_check: str,
 ) -> Tensor:
     plan = _program(program).plan
-    batch = _checked_batch(plan, values, offsets, weights, bounds_check)
-    check_tables(plan.layout, tables)
-    gradients = _checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
+    batch = checked_batch(plan, values, offsets, weights, bounds_check)
+    tables = rows_of(plan.layout, tables)
+    gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
     states, frozen = [table.new_empty(0) for table in tables], [False] * len(tables)
     return run_weight_gradient(program, Storage(tables, states, frozen, bounds_check), batch, gradients)
-
-
-def _checked_batch(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> Batch:
-    _check_arguments(plan, values, offsets, weights, bounds_check)
-    return Batch(values, offsets, weights, (offsets.numel() - 1) // len(plan.spec.features), None)
-
-
-def _checked_gradients(
-    plan: Plan, batch: Batch, pooled: Tensor, sequence: Tensor, divisors: Tensor, winners: Tensor
-) -> Gradients:
-    """What a backward takes, its shapes checked: kernels trust them."""
-    layout, dtype = plan.layout, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
-    size = batch.batch
-    wanted = {
-        "grad_pooled": (pooled, (size, layout.output_width), dtype),
-        "divisors": (divisors, (size, layout.divisor_width) if layout.divisor_width else (0,), _FP32),
-        "winners": (winners, (size, layout.winner_width) if layout.winner_width else (0,), batch.values.dtype),
-    }
-    for name, (tensor, shape, kind) in wanted.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != kind or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}; "
-                f"allowed: contiguous {kind} {shape}, as the lookup gave it"
-            )
-    if sequence.dtype != dtype or sequence.dim() != 1 or not sequence.is_contiguous():
-        raise ValueError(f"grad_sequence: {sequence.dtype} {tuple(sequence.shape)}; allowed: contiguous 1-D {dtype}")
-    if layout.sequence_features and batch.offsets.is_cpu and size:
-        borders = batch.offsets[::size].tolist()
-        elements = sum((borders[f.index + 1] - borders[f.index]) * f.dim for f in layout.sequence_features)
-        if sequence.numel() != elements and elements >= 0:
-            raise ValueError(f"grad_sequence: {sequence.numel()} numbers; offsets say {elements}")
-    return Gradients(
-        pooled,
-        sequence if layout.sequence_features else None,
-        divisors if layout.divisor_width else None,
-        winners if layout.winner_width else None,
-    )
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

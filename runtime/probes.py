@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from embforge.arguments import sequence_elements
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
@@ -16,7 +17,6 @@ from embforge.inputs import Batch
 from embforge.launch import reference
 from embforge.launch.kernels import Kernel
 from embforge.launch.metadata import Metadata, metadata_of
-from embforge.ops import sequence_elements
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how many steps of it are done, and of how many."""

@@ -10,8 +10,10 @@ import pytest
 
 from embforge.codegen.build import source_of
 from embforge.codegen.errors import PlanError
-from embforge.codegen.params import CudaParams
+from embforge.codegen.params import CudaBackwardParams, CudaParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.rules import builtin
+from embforge.codegen.rules.rule import Update
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.arch import ARCHS, nearest_arch, resident_threads
@@ -51,6 +53,7 @@ def mixed() -> CollectionSpec:
 
 PRIMITIVES = {
     "load_row": "ld.global.nc",
+    "load_own": "ld.global.",
     "read_only": "__ldg(",
     "half_to_float": "cvt.f32.f16",
     "fp8_to_halves": "cvt.rn.f16x2.e4m3x2",
@@ -74,9 +77,20 @@ def narrow_and_mixed(arch: str) -> list[Plan]:
     return [plan_of(replace(mixed(), output_dtype=dtype), arch) for dtype in ("fp32", "fp16", "bf16")]
 
 
+def backwards(arch: str) -> list[Plan]:
+    """Plans of every op of a backward."""
+    plans = [
+        Plan("backward", "cuda", arch, "int64", mixed(), CudaBackwardParams(), Update(rule))
+        for rule in (builtin.adam(), builtin.rowwise_adagrad())
+    ]
+    return plans + [
+        Plan(op, "cuda", arch, "int64", mixed(), CudaBackwardParams()) for op in ("reduce", "weight_gradient")
+    ]
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_only_the_primitives_need_a_gpu(arch: str) -> None:
-    for plan in narrow_and_mixed(arch):
+    for plan in (*narrow_and_mixed(arch), *backwards(arch)):
         primitives, rest = primitives_and_rest(plan)
         assert "asm" in primitives
         assert not re.search(r"\basm\b|__ldg|extern __shared__", rest)
@@ -85,7 +99,7 @@ def test_only_the_primitives_need_a_gpu(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_primitives_are_one_instruction_each(arch: str) -> None:
     """No run on a CPU executes that section, so nothing that can be wrong may be in it: no arithmetic, no loops."""
-    for plan in narrow_and_mixed(arch):
+    for plan in (*narrow_and_mixed(arch), *backwards(arch)):
         primitives, _ = primitives_and_rest(plan)
         found = FUNCTION.findall(primitives)
         assert len(found) == primitives.count("__device__")

@@ -252,10 +252,13 @@ def test_kernels_made_ahead_of_time(tmp_path: Path, fresh_cache: Path, monkeypat
     monkeypatch.setenv("EMBFORGE_JIT", "0")
     module = EmbeddingCollection(SPEC, backend="simt", kernels=tmp_path)
     drawn = draw_batch(SPEC, Case(3), 0)
-    assert len(module.forward_dict(*drawn)) == 3
-    assert f"kernel: {PLAN.uri}" in embforge.explain(module)
-    with pytest.raises(MissingKernelError, match=r"embforge gen SPEC --target simt --arch sm_90 --ids int32"):
-        module.forward_dict(drawn.values.int(), drawn.offsets.int(), drawn.weights)
+    with torch.no_grad():
+        assert len(module.forward_dict(*drawn)) == 3
+        assert f"kernel: {PLAN.uri}" in embforge.explain(module)
+        with pytest.raises(MissingKernelError, match=r"embforge gen SPEC --target simt --arch sm_90 --ids int32"):
+            module.forward_dict(drawn.values.int(), drawn.offsets.int(), drawn.weights)
+    with pytest.raises(MissingKernelError, match=r"--ids int64 --train none"):
+        module.forward_dict(*drawn)
 
 
 # ---- counters -------------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ class _Occurrences:
         columns = self._gradients.pooled[:, column : column + self.placed.width]
         if self.placed.feature.pooling == "concat":
             slot = places - self.starts[sample]
-            return columns.reshape(columns.shape[0], -1, dim)[sample, slot].to(self.dtype)
+            return columns.reshape(columns.shape[0], self.placed.width // dim, dim)[sample, slot].to(self.dtype)
         gradient = columns[sample].to(self.dtype)
         if self.divisor is not None:
             divisor = self.divisor[sample][:, None]

@@ -16,7 +16,11 @@ from embforge.memory import ask_for_huge_pages
 from embforge.storage.states import allocate_section, state_views
 
 MADE = "_embforge_made"
-"""A parameter's attribute: where the numbers of the last coalesced gradient made for it lie."""
+"""A parameter's attribute: where the numbers of a coalesced gradient lie that is on its way to it."""
+NO_FP8_GRADIENT = (
+    "an fp8 table cannot be trained by torch.optim: torch has no fp8 gradients; give the module an optimizer of "
+    "embforge.optim, which updates its rows itself, or freeze the table"
+)
 
 
 class StaticTable(nn.Module):
@@ -29,6 +33,9 @@ class StaticTable(nn.Module):
     """
 
     weight: Tensor
+    block: Tensor
+    """Of a fused table: `[rows, stride_elements]`, all of its memory with the padding and the states in it. What graphs
+    hold of a table: whoever copies `weight` copies no padding."""
 
     def __init__(
         self,
@@ -44,13 +51,36 @@ class StaticTable(nn.Module):
         """What states are before the first update, where that is not 0."""
         self.trainable = True
         """Of a fused table: whether a backward updates it."""
-        rows = allocate(layout, device)
-        self.weight = rows if fused else _parameter(rows)
-        self.section = allocate_section(layout, device)
+        if fused:
+            self._hold(allocate_block(layout, device), allocate_section(layout, device))
+        else:
+            self.weight = _parameter(allocate(layout, device))
+            self.section = torch.empty((layout.table.num_embeddings, 0), device=device)
+
+    def _hold(self, block: Tensor, section: Tensor) -> None:
+        self.block, self.section = block, section
+        self.weight = block[:, : self.layout.table.embedding_dim]
 
     def states(self) -> dict[str, Tensor]:
         """The optimizer's states by name, live."""
-        return state_views(self.layout, self.weight.detach(), self.section)
+        return state_views(self.layout, self.weight, self.section) if self._fused else {}
+
+    @property
+    def _fused(self) -> bool:
+        return "block" in self.__dict__
+
+    def set_trainable(self, wanted: bool) -> None:
+        """Whether a backward changes the table, or gives it a gradient. TypeError for fp8 without a fused optimizer."""
+        if not self._fused:
+            if wanted and not self.can_train():
+                raise TypeError(f"table {self.layout.table.name!r}: {NO_FP8_GRADIENT}")
+            self.weight.requires_grad_(wanted)
+            _mark_gradients(self.weight)
+        self.trainable = wanted
+
+    def can_train(self) -> bool:
+        """Whether anything can train the table as it is held."""
+        return self._fused or self.weight.dtype.itemsize > 1
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -80,24 +110,31 @@ class StaticTable(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticTable:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        skipped = ("_parameters", "weight", "section")
+        skipped = ("_parameters", "weight", "section", "block")
         twin.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in skipped})
         twin._parameters = {}
         twin._take(self, self.weight.device)
         memo[id(self.weight)] = twin.weight
         return twin
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "weight"}  # of a fused table: see block
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._fused:
+            self._hold(self.block, self.section)
+        else:
+            _mark_gradients(self.weight)  # hooks are not in a pickle
+
     def _take(self, other: StaticTable, device: torch.device) -> None:
         """Rows and states of a table (maybe this one), copied to a device."""
-        rows = allocate(self.layout, device)
-        section = allocate_section(self.layout, device)
-        if not other.weight.is_meta and not rows.is_meta:
-            rows.copy_(other.weight.detach())
-            old = other.states()
-            for name, state in state_views(self.layout, rows, section).items():
-                state.copy_(old[name])
-        self.weight = _parameter(rows, other.weight) if isinstance(other.weight, nn.Parameter) else rows
-        self.section = section
+        rows, states, known = other.weight.detach(), other.states(), not other.weight.is_meta
+        self._move_to(device, like=other)
+        if known and not self.weight.is_meta:
+            self.weight.detach().copy_(rows)
+            for name, state in self.states().items():
+                state.copy_(states[name])
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         weight = self.weight if keep_vars else self.weight.detach()
@@ -129,7 +166,7 @@ class StaticTable(nn.Module):
         with torch.no_grad():
             weight = given.get(prefix + "weight")
             if weight is not None and local_metadata.get("assign_to_params_buffers", False):
-                self._move_to(weight.device)
+                self._move_to(weight.device, like=self)
             targets = {prefix + "weight": self.weight.detach()}
             targets |= {f"{prefix}optim.{name}": state for name, state in self.states().items()}
             for key, tensor in given.items():
@@ -141,39 +178,50 @@ class StaticTable(nn.Module):
         found = {prefix + "weight": self.weight.shape}
         return found | {f"{prefix}optim.{name}": state.shape for name, state in self.states().items()}
 
-    def _move_to(self, device: torch.device) -> None:
-        """Fresh memory on a device, for what `load_state_dict(assign=True)` brings: nobody else's tensor fits."""
-        rows, section = allocate(self.layout, device), allocate_section(self.layout, device)
-        self.weight = _parameter(rows, self.weight) if isinstance(self.weight, nn.Parameter) else rows
-        self.section = section
+    def _move_to(self, device: torch.device, like: StaticTable) -> None:
+        """Fresh memory on a device, also for what `load_state_dict(assign=True)` brings: nobody else's tensor fits."""
+        if like._fused:
+            self._hold(allocate_block(self.layout, device), allocate_section(self.layout, device))
+        else:
+            self.weight = _parameter(allocate(self.layout, device), like.weight)
+            self.section = torch.empty((self.layout.table.num_embeddings, 0), device=device)
 
 
 def allocate(layout: TableLayout, device: torch.device) -> Tensor:
     """Uninitialised rows of a table; the padding between rows, if any, is zero."""
+    return allocate_block(layout, device)[:, : layout.table.embedding_dim]
+
+
+def allocate_block(layout: TableLayout, device: torch.device) -> Tensor:
+    """All memory of a table: rows with their padding."""
     table = layout.table
     dtype = getattr(torch, DTYPES[table.dtype].torch_name)
     block = torch.empty((table.num_embeddings, layout.stride_elements), dtype=dtype, device=device)
     if block.is_cpu:
         ask_for_huge_pages(block)
-    rows = block[:, : table.embedding_dim]
     if layout.stride_elements > table.embedding_dim and not block.is_meta:
         block[:, table.embedding_dim :].view(torch.uint8).zero_()
-    return rows
+    return block
 
 
 def _parameter(rows: Tensor, like: Tensor | None = None) -> nn.Parameter:
     """fp8 has no gradients in torch: such tables are trained by a fused optimizer or not at all."""
     wanted = like.requires_grad if like is not None else rows.dtype.itemsize > 1
     parameter = nn.Parameter(rows, requires_grad=wanted)
-    if wanted:
-        parameter.register_post_accumulate_grad_hook(_say_coalesced)
+    _mark_gradients(parameter)
     return parameter
+
+
+def _mark_gradients(parameter: Tensor) -> None:
+    """Sees to it that coalesced gradients are known as such, once a parameter has gradients."""
+    if parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
+        parameter.register_post_accumulate_grad_hook(_say_coalesced)
 
 
 def _say_coalesced(parameter: Tensor) -> None:
     """Autograd takes a first gradient over as it is, but forgets that it is coalesced: torch.optim would sort it."""
-    gradient = parameter.grad
-    if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == getattr(parameter, MADE, 0):
+    gradient, made = parameter.grad, parameter.__dict__.pop(MADE, None)
+    if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == made:
         gradient._coalesced_(True)
 
 

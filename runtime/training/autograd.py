@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.storage.static import note_made
+from embforge.storage.static import NO_FP8_GRADIENT, note_made
 from embforge.training.calls import (
     ROWS_CHANGED,
     Programs,
@@ -102,7 +102,8 @@ def versions_of(call: Call) -> list[int]:
 
 def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> Tensor:
     if call.accumulate is None:
-        return run_update(call.programs.backward, call.storage, batch, gradients, numbers.hyper, numbers.counters)
+        with numbers.lock:
+            return run_update(call.programs.backward, call.storage, batch, gradients, numbers.hyper, numbers.counters)
     reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)
     call.accumulate(call.storage, reduced)
     # A gradient scaler looks for what is not finite here; the gradients themselves are not torch's to see.
@@ -111,6 +112,8 @@ def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> 
 
 
 def _sparse(table: Tensor, rows: Tensor, gradient: Tensor) -> Tensor:
+    if table.dtype.itemsize == 1:
+        raise TypeError(NO_FP8_GRADIENT)
     made = torch.sparse_coo_tensor(
         rows[None], gradient.to(table.dtype), table.shape, is_coalesced=True, check_invariants=False
     )

@@ -89,7 +89,9 @@ def run_update(
         counters,
         storage.bounds_check,
     )
-    torch.autograd.graph.increment_version([*storage.tables, counters])  # whoever saved a row for a backward must know
+    # Whoever saved a row for a backward must know.
+    changed = [table for table, trained in zip(storage.tables, storage.trainable, strict=True) if trained]
+    torch.autograd.graph.increment_version([*changed, counters])
     return verdict
 
 

@@ -15,11 +15,18 @@ NOT_FOR_USERS = tuple(name for name in HYPER if name != "lr")
 """Numbers that are not hyperparameters of the rule."""
 
 
+SCALER_UNKNOWN = (
+    "scaler.step(module.optimizer): the module does not know this GradScaler, so its rows were updated from gradients "
+    "of the scaled loss; call module.use_grad_scaler(scaler) before the first forward, and start from fresh rows"
+)
+
+
 class Steps(Protocol):
     """What the facade needs of a module."""
 
     def step(self) -> None: ...
     def drop_gradients(self) -> None: ...
+    def has_grad_scaler(self) -> bool: ...
 
 
 class _Group(dict[str, Any]):
@@ -32,8 +39,8 @@ class _Group(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._numbers.names and key not in NOT_FOR_USERS:
             self._numbers.set(key, value)
-            if isinstance(self.get(key), Tensor):  # stays the tensor that kernels read
-                return
+            if isinstance(value, Tensor) or isinstance(self.get(key), Tensor):
+                value = self._numbers.live(key)  # what is written into this tensor is where kernels read it
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -47,18 +54,31 @@ class FusedOptimizer(Optimizer):
     `step()` acts only if gradients accumulate, `zero_grad()` drops what has accumulated.
     """
 
+    _step_supports_amp_scaling = True
+    """Makes a GradScaler call `step()` always, and say so: rows look after what is not finite themselves."""
+
     def __init__(self, module: Steps, numbers: Numbers, *, tensor_lr: bool) -> None:
         names = [name for name in numbers.names if name not in NOT_FOR_USERS]
-        values: dict[str, Any] = {name: numbers.get(name) for name in names if not numbers.hyper.is_meta}
+        values: dict[str, Any] = {name: numbers.get(name) for name in names}
         if tensor_lr:
-            values["lr"] = numbers.hyper[HYPER.index("lr")]
+            values["lr"] = numbers.live("lr")
         group = _Group(numbers, {"params": [numbers.anchor], **values})
         super().__init__([group], dict(values))
-        self._module = module
+        self._module, self._numbers = module, numbers
+
+    def moved(self) -> None:
+        """The numbers have gone to another device."""
+        group = self.param_groups[0]
+        group["params"] = [self._numbers.anchor]
+        for name in self._numbers.names:
+            if isinstance(group.get(name), Tensor):
+                group[name] = self._numbers.live(name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates rows from accumulated gradients; without accumulation the backward pass has done it already."""
         loss = closure() if closure is not None else None
+        if hasattr(self, "found_inf") and not self._module.has_grad_scaler():  # set by a GradScaler
+            raise RuntimeError(SCALER_UNKNOWN)
         self._module.step()
         return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,10 +27,17 @@ class Numbers:
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self.anchor = torch.zeros(1, device=device, requires_grad=True)
         """What autograd sees of fused tables: its gradient is 0, or infinite where an update was skipped."""
+        self.lock = Lock()
+        """One update at a time, whatever thread a backward runs in."""
 
     def get(self, name: str) -> float:
         """A hyperparameter's value."""
-        return float(self.hyper[self.names.index(name)])
+        place = self.names.index(name)
+        return self._values[place] if self.hyper.is_meta else float(self.hyper[place])
+
+    def live(self, name: str) -> Tensor:
+        """A hyperparameter as the number in memory that kernels read."""
+        return self.hyper[self.names.index(name)]
 
     def set(self, name: str, value: float | Tensor) -> None:
         """Writes a hyperparameter where kernels read it."""
@@ -54,8 +62,9 @@ class Numbers:
             self.anchor = torch.zeros(1, device=device, requires_grad=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "anchor": None}
+        return {key: value for key, value in self.__dict__.items() if key not in ("anchor", "lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.lock = Lock()
         self.anchor = torch.zeros(1, device=self.hyper.device, requires_grad=True)

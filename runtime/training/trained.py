@@ -60,6 +60,10 @@ class Trained(nn.Module):
             )
         self._trainer.use_scaler(scaler)
 
+    def has_grad_scaler(self) -> bool:
+        """Whether `use_grad_scaler` was called."""
+        return self._trainer.has_scaler
+
     def seed(self, seed: int) -> None:
         """Makes stochastic rounding reproducible: the same seed, steps and gradients give the same rows."""
         self._trainer.seed(seed)
@@ -69,19 +73,18 @@ class Trained(nn.Module):
         self._set_trainable(tables, False)
 
     def unfreeze(self, *tables: str) -> None:
-        """Trains these tables again (all, if none is named)."""
+        """Trains these tables again (all that can be, if none is named)."""
         self._set_trainable(tables, True)
 
     def _set_trainable(self, names: Sequence[str], wanted: bool) -> None:
-        for name in names or [table.name for table in self.spec.tables]:
+        for name in names:
             self.spec.table(name)
-            table = self._tables()[name]
-            table.trainable = wanted
-            if isinstance(table.weight, nn.Parameter):
-                table.weight.requires_grad_(wanted)
+        tables = self._tables()
+        for name in names or [name for name, table in tables.items() if not wanted or table.can_train()]:
+            tables[name].set_trainable(wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Trained:
-        """Freezes or unfreezes all tables."""
+        """Freezes or unfreezes all tables. A model's own `requires_grad_` finds parameters only, no fused tables."""
         self._set_trainable((), requires_grad)
         return self
 
@@ -105,14 +108,18 @@ class Trained(nn.Module):
         found: dict[str, StaticTable] = tables._modules
         return found
 
+    def _moved(self, device: torch.device) -> None:
+        """Tables have gone to a device, or are about to."""
+        raise NotImplementedError
+
+    def _blocks(self) -> list[Tensor]:
+        return [table.block for table in self._tables().values()]
+
     def _weights(self) -> list[Any]:
         tables: Any = self._modules["tables"]  # not self.tables: attribute look-up in a module is slow
         if self._fused:
             return [table.__dict__["weight"] for table in tables._modules.values()]
         return [table._parameters["weight"] for table in tables._modules.values()]
-
-    def _anchors(self) -> list[Any]:
-        return [] if self._facade is None else self._facade.param_groups[0]["params"]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -128,14 +135,19 @@ class Trained(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        for key, counter in self._trainer.counters().items():
-            given = state_dict.get(prefix + key)
+        unexpected: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected, error_msgs)
+        if local_metadata.get("assign_to_params_buffers", False):  # tables go where their new rows are
+            first = state_dict.get(f"{prefix}tables.{self.spec.tables[0].name}.weight")
+            if first is not None:
+                self._moved(first.device)
+        counters = {prefix + key: counter for key, counter in self._trainer.counters().items()}
+        unexpected_keys += [key for key in unexpected if key not in counters]
+        for key, counter in counters.items():
+            given = state_dict.get(key)
             if given is None:
-                missing_keys.append(prefix + key)
+                missing_keys.append(key)
+            elif given.shape != counter.shape:
+                error_msgs.append(f"{key}: shape {tuple(given.shape)} is not allowed; allowed: one number")
             elif not counter.is_meta:
                 counter.copy_(given)
-        # The rest is in the tables. Keys of a fused optimizer are not for a module without one: strict says so.
-        own = self._trainer.counters()
-        if strict:
-            found = [key for key in state_dict if key.startswith(f"{prefix}optim.")]
-            unexpected_keys += [key for key in found if key.removeprefix(prefix) not in own]

@@ -25,6 +25,8 @@ RECOMPUTED = (
     "give other numbers than the first forward; use accumulate=True, which updates in step(), or call the module "
     "outside of the checkpointed function"
 )
+REMEMBERED = 256
+"""How many forwards are known by their ids, to tell whether one that is repeated reads the rows that it read before."""
 _in_backward = torch._C._current_graph_task_id
 
 
@@ -47,6 +49,7 @@ class Trainer:
         self._scaler: Any = None
         self._pending: list[pending.Reduced] = []
         self._version = 0  # of the counters, when the last forward outside of a backward pass ran
+        self._versions: dict[int, int] = {}  # the same, by where the ids of a forward lay
 
     @property
     def update(self) -> Update | None:
@@ -89,21 +92,23 @@ class Trainer:
             return None
         return FusedOptimizer(module, self.numbers, tensor_lr=isinstance(self.optimizer.lr, Tensor))
 
-    def note_forward(self) -> None:
+    def note_forward(self, values: Tensor) -> None:
         """Every forward tells. Raises for one that is repeated after rows have changed."""
         if self.numbers is None:
             return
-        version = self.numbers.counters._version
+        version, place = self.numbers.counters._version, values.data_ptr()
         if _in_backward() == -1:
-            self._version = version
-        elif version != self._version:
+            if len(self._versions) >= REMEMBERED:
+                self._versions.clear()
+            self._version = self._versions[place] = version
+        elif version != self._versions.get(place, self._version):
             raise RuntimeError(RECOMPUTED)
 
     def lookup(
         self, programs: Programs, storage: Storage, batch: Batch, sequence_elements: int, parameters: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """A lookup that autograd records."""
-        self.note_forward()
+        self.note_forward(batch.values)
         self.take_scale()
         sink = self._take if self.accumulate else None
         call = Call(programs, storage, sequence_elements, self.numbers, parameters, sink)
@@ -117,7 +122,8 @@ class Trainer:
         if self.numbers is None or not self._pending:
             return
         batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
-        run_update(programs.step, storage, batch, gradients, self.numbers.hyper, self.numbers.counters)
+        with self.numbers.lock:
+            run_update(programs.step, storage, batch, gradients, self.numbers.hyper, self.numbers.counters)
         self._pending = []
 
     def clip(self, programs: Programs, storage: Storage, max_norm: float) -> Tensor:
@@ -140,21 +146,41 @@ class Trainer:
         """Forgets what has accumulated."""
         self._pending = []
 
+    @property
+    def has_scaler(self) -> bool:
+        """Whether the module knows what losses are multiplied by."""
+        return self._scaler is not None
+
     def use_scaler(self, scaler: Any) -> None:
         """Divides gradients by the scale of a torch.amp.GradScaler, read before every forward."""
         self._scaler = scaler
-        if scaler is None and self.numbers is not None:
+        if self.numbers is None:
+            return
+        if scaler is None or not scaler.is_enabled():
             self.numbers.set("grad_scale", 0.0)
+        elif scaler._scale is None:  # it makes its scale when it is first used
+            device = self.numbers.hyper.device
+            scaler.scale(torch.zeros((), device="cpu" if device.type == "meta" else device))
 
     def take_scale(self) -> None:
         """The scaler's scale as the coming backward will find the loss multiplied by it."""
-        scaler = self._scaler
-        if scaler is None or self.numbers is None:
-            return
-        if not scaler.is_enabled():
-            self.numbers.set("grad_scale", 0.0)
-        else:  # the tensor itself, once there is one: asking for its value would wait for the device
-            self.numbers.set("grad_scale", scaler.get_scale() if scaler._scale is None else scaler._scale)
+        scale = getattr(
+            self._scaler, "_scale", None
+        )  # the tensor itself: asking for its value would wait for the device
+        if scale is not None and self.numbers is not None:  # None: there is no scaler, or it is off
+            self.numbers.set("grad_scale", scale)
+
+    def move(self, device: torch.device) -> None:
+        """Numbers and waiting gradients to another device."""
+        if self.numbers is not None and self.numbers.hyper.device != device:
+            self.numbers.move(device)
+            self._pending = [[(rows.to(device), given.to(device)) for rows, given in one] for one in self._pending]
+
+    def restart(self) -> None:
+        """As before the first update."""
+        self._pending = []
+        if self.numbers is not None and not self.numbers.counters.is_meta:
+            self.numbers.counters[STEP] = 0
 
     def seed(self, seed: int) -> None:
         """The key of stochastic rounding."""
@@ -171,4 +197,4 @@ class Trainer:
         self._pending.append(reduced)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scaler": None, "_pending": []}
+        return {**self.__dict__, "_scaler": None, "_pending": [], "_versions": {}}

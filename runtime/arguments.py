@@ -1,0 +1,123 @@
+"""What a caller of an operator must see to. Callers of the module have it from `normalise`; kernels trust it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.layout import STATE_BYTES, CollectionLayout
+from embforge.codegen.plan import Plan
+from embforge.codegen.rules.rule import COUNTERS, HYPER
+from embforge.inputs import BOUNDS_CHECKS, Batch
+from embforge.launch.gradients import Gradients
+from embforge.launch.metadata import check_tables
+
+_FP32 = torch.float32
+
+
+def checked_batch(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> Batch:
+    """The batch of a call."""
+    check_arguments(plan, values, offsets, weights, bounds_check)
+    return Batch(values, offsets, weights, (offsets.numel() - 1) // len(plan.spec.features), None)
+
+
+def check_arguments(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> None:
+    """Ids, offsets and weights in normal form, for the program's plan."""
+    id_dtype = getattr(torch, DTYPES[plan.id_dtype].torch_name)
+    for name, tensor, dtype in (
+        ("values", values, id_dtype),
+        ("offsets", offsets, id_dtype),
+        ("weights", weights, _FP32),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype and plan.target != "reference":
+            raise TypeError(f"{name}: dtype {tensor.dtype} does not fit the program; allowed: {dtype}")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: 1-D, contiguous"
+            )
+    if weights is not None and weights.numel() != values.numel():
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
+    if (offsets.numel() - 1) % len(plan.spec.features) or offsets.numel() == 0:
+        raise ValueError(f"offsets: length {offsets.numel()} does not fit {len(plan.spec.features)} features")
+    if bounds_check not in BOUNDS_CHECKS:
+        raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
+
+
+def check_sequence_rows(layout: CollectionLayout, batch: Batch, sequence_rows: Sequence[int]) -> None:
+    """A kernel writes as many rows as offsets say: a caller who says fewer would have it write past the end."""
+    if not layout.sequence_features or not batch.offsets.is_cpu or batch.batch == 0:
+        return  # a look at a GPU's offsets would wait for it
+    borders = batch.offsets[:: batch.batch].tolist()
+    true = [borders[f.index + 1] - borders[f.index] for f in layout.sequence_features]
+    if true != list(sequence_rows) and min(true) >= 0:
+        raise ValueError(f"sequence_rows: {list(sequence_rows)} given, offsets say {true}")
+
+
+def sequence_elements(layout: CollectionLayout, sequence_rows: Sequence[int]) -> int:
+    """Numbers in the flat sequence output, from the ids of each `none` feature."""
+    return sum(rows * f.dim for rows, f in zip(sequence_rows, layout.sequence_features, strict=True))
+
+
+def rows_of(layout: CollectionLayout, blocks: Sequence[Tensor]) -> list[Tensor]:
+    """The rows `[rows, dim]` in the memory of tables `[rows, stride]`."""
+    for placed, block in zip(layout.tables, blocks, strict=True):
+        if block.dim() != 2 or block.shape[1] != placed.stride_elements or not block.is_contiguous():
+            raise ValueError(
+                f"tables: {tuple(block.shape)} with strides {block.stride()} stands for {placed.table.name!r}; "
+                f"allowed: contiguous [rows, {placed.stride_elements}]"
+            )
+    tables = [block[:, : placed.table.embedding_dim] for placed, block in zip(layout.tables, blocks, strict=True)]
+    check_tables(layout, tables)
+    return tables
+
+
+def check_states(
+    plan: Plan, tables: Sequence[Tensor], states: Sequence[Tensor], hyper: Tensor, counters: Tensor
+) -> None:
+    """What a backward reads and writes beside rows."""
+    assert plan.update is not None
+    wanted: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
+        ("states", state, (table.shape[0], placed.state_stride_bytes // STATE_BYTES), _FP32)
+        for state, table, placed in zip(states, tables, plan.layout.tables, strict=True)
+    ]
+    wanted.append(("hyper", hyper, (len(HYPER) + len(plan.update.rule.hyper),), torch.float64))
+    wanted.append(("counters", counters, (len(COUNTERS),), torch.int64))
+    for name, tensor, shape, dtype in wanted:
+        _check_tensor(name, tensor, shape, dtype)
+
+
+def checked_gradients(
+    plan: Plan, batch: Batch, pooled: Tensor, sequence: Tensor, divisors: Tensor, winners: Tensor
+) -> Gradients:
+    """What a backward takes, its shapes checked: kernels trust them."""
+    layout, dtype = plan.layout, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+    size = batch.batch
+    _check_tensor("grad_pooled", pooled, (size, layout.output_width), dtype)
+    _check_tensor("divisors", divisors, (size, layout.divisor_width) if layout.divisor_width else (0,), _FP32)
+    _check_tensor("winners", winners, (size, layout.winner_width) if layout.winner_width else (0,), batch.values.dtype)
+    if sequence.dtype != dtype or sequence.dim() != 1 or not sequence.is_contiguous():
+        raise ValueError(f"grad_sequence: {sequence.dtype} {tuple(sequence.shape)}; allowed: contiguous 1-D {dtype}")
+    if layout.sequence_features and batch.offsets.is_cpu and size:
+        borders = batch.offsets[::size].tolist()
+        elements = sum((borders[f.index + 1] - borders[f.index]) * f.dim for f in layout.sequence_features)
+        if sequence.numel() != elements and elements >= 0:
+            raise ValueError(f"grad_sequence: {sequence.numel()} numbers; offsets say {elements}")
+    return Gradients(
+        pooled,
+        sequence if layout.sequence_features else None,
+        divisors if layout.divisor_width else None,
+        winners if layout.winner_width else None,
+    )
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}; "
+            f"allowed: contiguous {dtype} {shape}"
+        )

@@ -1,0 +1,373 @@
+"""Training inside of what changes a graph: torch.compile, torch.utils.checkpoint, torch's own checks of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conformance.backends import device_of, every_backend
+from conformance.training import (
+    SPEC,
+    WITH_ROWS,
+    differing,
+    draw,
+    nothing_changes,
+    snapshot,
+    steps,
+    trained,
+    trained_backend,
+)
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from embforge import ops, optim
+from embforge.collection import EmbeddingCollection
+from embforge.launch import reference_backward
+from embforge.training.calls import Programs
+
+reentrant = pytest.mark.parametrize("reentrant", [True, False])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+
+
+def towers(module: EmbeddingCollection, *batch: Any) -> Tensor:
+    """The same module on the same ids, twice; products and sums alone, which no compiler rounds otherwise."""
+    return module(*batch) * 3 + module(*batch) * 0.5
+
+
+# ---- The same module twice -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_two_towers_in_one_graph_are_two_updates(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Adam, whose one update by twice the gradient is another."""
+    module, twin = trained(), trained()
+    compiled = torch.compile(towers, backend=compiler, fullgraph=True)
+    for seed in range(2):
+        towers(twin, *draw(seed=seed)).sum().backward()
+    seen, kernel = [], reference_backward.ReferenceBackward.__call__
+
+    def spying(self: Any, metadata: Any, tables: list[Tensor], *rest: Any) -> Tensor:
+        seen.append([table.data_ptr() for table in tables])
+        return kernel(self, metadata, tables, *rest)
+
+    monkeypatch.setattr(reference_backward.ReferenceBackward, "__call__", spying)
+    for seed in range(2):
+        compiled(module, *draw(seed=seed)).sum().backward()
+    assert steps(module) == 4 and differing(snapshot(module), snapshot(twin)) == []
+    if compiler == "inductor":  # what users run: tables are updated where they are, never copied
+        assert seen == [[module.weight(name).data_ptr() for name in "ab"]] * 4
+
+
+@trained_backend
+def test_two_towers_in_eager_code(backend: Any) -> None:
+    module, twin = trained(backend), trained(backend)
+    towers(module, *draw(backend)).sum().backward()
+    first, second = twin(*draw(backend)), twin(*draw(backend))
+    (second * 0.5).sum().backward()  # autograd goes backwards through calls
+    (first * 3).sum().backward()
+    assert steps(module) == 2 and differing(snapshot(module), snapshot(twin)) == []
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_compiled_module_called_twice(compiler: str) -> None:
+    """Two graphs, whose second backward runs after the first has changed rows and counters."""
+    module, twin = trained(), trained()
+    compiled = torch.compile(module, backend=compiler, fullgraph=True)
+    for seed in range(2):
+        (compiled(*draw(seed=seed)) * 3 + compiled(*draw(seed=seed + 5)) * 0.5).sum().backward()
+        (twin(*draw(seed=seed)) * 3 + twin(*draw(seed=seed + 5)) * 0.5).sum().backward()
+    assert steps(module) == 4 and differing(snapshot(module), snapshot(twin)) == []
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_gradients_of_weights_in_a_compiled_graph(compiler: str) -> None:
+    module, twin = trained(), trained()
+    compiled = torch.compile(module, backend=compiler, fullgraph=True)
+    for seed in range(2):
+        values, offsets, weights = draw(seed=seed)
+        ours, theirs = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+        compiled(values, offsets, ours).sum().backward()
+        twin(values, offsets, theirs).sum().backward()
+        assert torch.equal(ours.grad, theirs.grad)
+    assert differing(snapshot(module), snapshot(twin)) == []
+
+
+def test_gradients_of_weights_in_compiled_towers_are_refused() -> None:
+    """As in eager code: in one graph when it is compiled, between two when the second backward runs."""
+    values, offsets, weights = draw()
+    weights.requires_grad_()
+    module = trained()
+    with nothing_changes(module), pytest.raises(Exception, match="gradient of per-sample weights needs the rows"):
+        torch.compile(towers, backend="aot_eager", fullgraph=True)(module, values, offsets, weights).sum().backward()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    loss = (compiled(values, offsets, weights) + compiled(values, offsets, weights)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert steps(module) == 1
+
+
+# ---- What else a compiler must not break -----------------------------------------------------------------
+
+
+def test_numbers_change_without_recompiling() -> None:
+    module, twin = trained(), trained()
+    counter: Any = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call]
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for step in range(3):
+        for each in (module, twin):
+            assert each.optimizer is not None
+            each.optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            each.optimizer.param_groups[0]["beta1"] = 0.8 + step / 100
+        compiled(*draw(seed=step)).sum().backward()
+        twin(*draw(seed=step)).sum().backward()
+    assert steps(module) == 3 and differing(snapshot(module), snapshot(twin)) == []
+    assert counter.frame_count <= 2  # the second with dynamic shapes
+
+
+def test_a_frozen_table_in_a_compiled_graph() -> None:
+    module, twin = trained(), trained()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for names in ((), ("a",), ("a", "b")):
+        for each, call in ((module, compiled), (twin, twin)):
+            each.unfreeze()
+            if names:
+                each.freeze(*names)
+            found = call(*draw())
+            if len(names) < 2:
+                found.sum().backward()
+            assert found.requires_grad == (len(names) < 2)
+    assert steps(module) == 2 and differing(snapshot(module), snapshot(twin)) == []
+
+
+def test_a_gradient_scaler_in_a_compiled_graph() -> None:
+    module, twin = trained(), trained()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    module.use_grad_scaler(scaler)
+    assert module.optimizer is not None
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        module.optimizer.zero_grad()
+        loss = compiled(*draw(seed=step)).sum() * (torch.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(module.optimizer)
+        scaler.update()
+        if step != 1:
+            twin(*draw(seed=step)).sum().backward()
+    assert steps(module) == 2 and scaler.get_scale() == 128.0
+    assert differing(snapshot(module), snapshot(twin)) == []
+
+
+@pytest.mark.parametrize("more", [{"accumulate": True}, {"optimizer": None}], ids=str)
+def test_what_no_graph_holds_breaks_it(more: dict[str, Any]) -> None:
+    """Sparse gradients and those that wait: the call is left to Python, the rest is compiled."""
+    module, twin = trained(**more), trained(**more)
+
+    def model(module: EmbeddingCollection, *batch: Any) -> Tensor:
+        return (module(*batch) * 2).relu()
+
+    torch.compile(model, backend="aot_eager")(module, *draw()).sum().backward()
+    model(twin, *draw()).sum().backward()
+    for name in "ab" if "optimizer" in more else "":
+        ours, theirs = module.weight(name).grad, twin.weight(name).grad
+        assert ours is not None and theirs is not None and ours.is_coalesced()
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+    module.step()
+    twin.step()
+    assert differing(snapshot(module), snapshot(twin)) == []
+
+
+def test_a_profiled_step_is_a_step() -> None:
+    module, twin = trained(spec=WITH_ROWS), trained(spec=WITH_ROWS)
+    batch = draw(spec=WITH_ROWS)
+    with torch.profiler.profile() as profile:
+        sum(part.sum() for part in module.forward_dict(*batch).values()).backward()  # type: ignore[union-attr]
+    sum(part.sum() for part in twin.forward_dict(*batch).values()).backward()  # type: ignore[union-attr]
+    assert {"embforge::lookup_train", "embforge::update_"} <= {event.key for event in profile.key_averages()}
+    assert steps(module) == 1 and differing(snapshot(module), snapshot(twin)) == []
+
+
+def test_states_in_padding_survive_a_graph() -> None:
+    """A graph that is not reinplaced copies tables: with their padding, where this rule's state of table `a` lies."""
+    more = {"optimizer": optim.RowwiseAdagrad(lr=0.1)}
+    module, twin = trained(**more), trained(**more)
+    compiled = torch.compile(towers, backend="aot_eager", fullgraph=True)
+    values, offsets, weights = draw()
+    values[:1] = 59  # the last row's state is the last number in memory
+    compiled(module, values, offsets, weights).sum().backward()
+    towers(twin, values, offsets, weights).sum().backward()
+    assert float(module.optimizer_state("a")["s"][59]) > 0
+    assert steps(module) == 2 and differing(snapshot(module), snapshot(twin)) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": True}, {"optimizer": None}], ids=str)
+def test_modes_that_watch_operators_do_not_stop_training(more: dict[str, Any]) -> None:
+    module, twin = trained(**more), trained(**more)
+    with FlopCounterMode(display=False):
+        module(*draw()).sum().backward()
+        module.step()
+    twin(*draw()).sum().backward()
+    twin.step()
+    assert differing(snapshot(module), snapshot(twin)) == []
+    if more.get("optimizer", True) is None:
+        assert module.weight("a").grad is not None
+    else:
+        assert steps(module) == 1
+
+
+# ---- torch.utils.checkpoint ------------------------------------------------------------------------------
+
+
+def segment(module: EmbeddingCollection, batch: Any, scale: Tensor, reentrant: bool | None) -> Tensor:
+    """A part of a model whose forward is repeated in the backward; None: it is not."""
+
+    def run(scale: Tensor) -> Tensor:
+        return (module(*batch) * scale).pow(2)
+
+    if reentrant is None:
+        return run(scale)
+    found: Tensor = checkpoint(run, scale, use_reentrant=reentrant)
+    return found
+
+
+@trained_backend
+@reentrant
+def test_one_checkpointed_call_is_right(backend: Any, reentrant: bool) -> None:
+    module, twin = trained(backend), trained(backend)
+    scales = [torch.ones(1, device=device_of(backend), requires_grad=True) for _ in range(2)]
+    for seed in range(2):
+        segment(module, draw(backend, seed), scales[0], reentrant).sum().backward()
+        segment(twin, draw(backend, seed), scales[1], None).sum().backward()
+    assert torch.equal(scales[0].grad, scales[1].grad)  # type: ignore[arg-type]
+    assert steps(module) == 2 and differing(snapshot(module), snapshot(twin)) == []
+
+
+@reentrant
+@pytest.mark.parametrize("seeds", [(0, 1), (0, 0)])
+def test_two_checkpointed_calls_are_refused(reentrant: bool, seeds: tuple[int, int]) -> None:
+    module, scale = trained(), torch.ones(1, requires_grad=True)
+    one, other = (segment(module, draw(seed=seed), scale, reentrant) for seed in seeds)
+    with pytest.raises(RuntimeError, match=r"a recomputed forward \(torch.utils.checkpoint\) would read rows"):
+        (one + other).sum().backward()
+    assert steps(module) == 1
+
+
+@reentrant
+def test_two_checkpointed_calls_that_accumulate_are_right(reentrant: bool) -> None:
+    module, twin = trained(accumulate=True), trained(accumulate=True)
+    scales = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    for each, scale, how in ((module, scales[0], reentrant), (twin, scales[1], None)):
+        (segment(each, draw(), scale, how) + segment(each, draw(seed=1), scale, how)).sum().backward()
+        each.step()
+    assert torch.equal(scales[0].grad, scales[1].grad)  # type: ignore[arg-type]
+    assert steps(module) == 1 and differing(snapshot(module), snapshot(twin)) == []
+
+
+@reentrant
+def test_a_checkpointed_call_that_waits_for_its_backward_too_long(reentrant: bool) -> None:
+    """Rows change by another backward pass, and a forward that has nothing to do with it sees them."""
+    module, scale = trained(), torch.ones(1, requires_grad=True)
+    batch, other = draw(), draw(seed=1)
+    waiting = segment(module, batch, scale, reentrant)
+    module(*other).sum().backward()
+    module(*other)
+    with pytest.raises(RuntimeError, match="would read rows"):
+        waiting.sum().backward()
+    assert steps(module) == 1
+
+
+def test_checkpoints_in_compiled_graphs() -> None:
+    """In one graph the order is known, and rows are read before they change; between two graphs it is refused."""
+
+    def both(module: EmbeddingCollection, batch: Any, scale: Tensor, reentrant: bool | None) -> Tensor:
+        return segment(module, batch, scale, reentrant) + segment(module, batch, scale, reentrant)
+
+    module, twin = trained(), trained()
+    scales = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    torch.compile(both, backend="aot_eager", fullgraph=True)(module, draw(), scales[0], False).sum().backward()
+    both(twin, draw(), scales[1], None).sum().backward()
+    torch.testing.assert_close(scales[0].grad, scales[1].grad)
+    assert steps(module) == 2 and differing(snapshot(module), snapshot(twin)) == []
+
+    compiled = torch.compile(segment, backend="aot_eager", fullgraph=True)
+    loss = compiled(module, draw(), scales[0], False) + compiled(module, draw(), scales[0], False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+    assert steps(module) == 3
+
+
+# ---- The operators ---------------------------------------------------------------------------------------
+
+
+def _arguments(module: EmbeddingCollection, backend: Any, weighted: bool) -> tuple[Any, ...]:
+    values, offsets, weights = draw(backend, spec=module.spec)
+    rows = [int(offsets[24] - offsets[18])]
+    programs: Programs = module._programs[torch.int64]
+    return values, offsets, weights if weighted else None, module._blocks(), rows, programs
+
+
+@every_backend
+@pytest.mark.parametrize("weighted", [True, False])
+def test_opcheck(backend: Any, weighted: bool) -> None:
+    """Every operator of training, of a spec with all kinds of results."""
+    module = trained(backend, WITH_ROWS)
+    values, offsets, weights, tables, rows, programs = _arguments(module, backend, weighted)
+    numbers, device = module._trainer.numbers, device_of(backend)
+    assert numbers is not None
+    states = module._storage(module._weights()).states
+    anchor = torch.zeros(1, device=device, requires_grad=True)
+    more = (tables, states, anchor, numbers.hyper, numbers.counters, rows, programs.train, programs.backward)
+    train = (values, offsets, weights, *more, programs.weight_gradient, "error", [True, True])
+    torch.library.opcheck(ops.lookup_train, train)
+    pooled, sequence, divisors, winners = (found.detach() for found in ops.lookup_train(*train))
+    given = (torch.randn_like(pooled), torch.randn_like(sequence), values, offsets, weights, divisors, winners)
+    update: Any = torch.ops.embforge.update_.default
+    last = (tables, states, numbers.hyper, numbers.counters, programs.backward, "error", [True, False])
+    torch.library.opcheck(update, (*given, *last))
+    of_weights: Any = torch.ops.embforge.weight_gradient.default
+    torch.library.opcheck(of_weights, (*given, tables, programs.weight_gradient, "error"))
+
+
+def _wrong(name: str) -> Callable[[list[Any]], None]:
+    places = {"grad_pooled": 0, "grad_sequence": 1, "values": 2, "divisors": 5, "winners": 6, "states": 8}
+
+    def change(arguments: list[Any]) -> None:
+        given = arguments[places[name]]
+        arguments[places[name]] = [s[:1] for s in given] if name == "states" else given[:-1]
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["grad_pooled", "grad_sequence", "values", "divisors", "winners", "states"])
+def test_arguments_that_kernels_would_trust_are_checked(name: str) -> None:
+    module = trained(spec=WITH_ROWS, optimizer=optim.Adam())
+    values, offsets, weights, tables, rows, programs = _arguments(module, "reference", False)
+    numbers = module._trainer.numbers
+    assert numbers is not None
+    states = module._storage(module._weights()).states
+    train = (tables, states, numbers.anchor, numbers.hyper, numbers.counters, rows, programs.train, programs.backward)
+    found = ops.lookup_train(values, offsets, weights, *train, programs.weight_gradient, "error", [True, True])
+    pooled, sequence, divisors, winners = (tensor.detach() for tensor in found)
+    arguments: list[Any] = [pooled, sequence, values, offsets, weights, divisors, winners]
+    arguments += [tables, states, numbers.hyper, numbers.counters, programs.backward, "error", [True, True]]
+    _wrong(name)(arguments)
+    with nothing_changes(module), pytest.raises(ValueError, match=name):
+        torch.ops.embforge.update_(*arguments)
+
+
+def test_the_plain_operator_has_no_gradient() -> None:
+    module = trained(optimizer=None)
+    values, offsets, weights = draw()
+    tables = [module.weight(table.name) for table in SPEC.tables]
+    programs: Programs = module._programs[torch.int64]
+    found = ops.lookup(values, offsets, weights, tables, [], programs.forward, "error")[0]
+    with pytest.raises(RuntimeError, match="embforge::lookup has no gradient"):
+        found.sum().backward()

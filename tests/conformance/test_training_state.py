@@ -1,0 +1,227 @@
+"""What a trained module leaves and takes back: state dicts, copies, pickles, moves. Rows, states and counters alike."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conformance.backends import device_of
+from conformance.training import SPEC, differing, draw, snapshot, steps, trained, trained_backend
+from torch import distributed, nn
+
+from embforge import optim
+from embforge.collection import EmbeddingCollection
+
+TAIL = {"optimizer": optim.RowwiseAdagrad(lr=0.1, initial_accumulator_value=0.5)}
+"""Its state lies in the padding of table `a`, whose 15 numbers take 16 places, and beside the rows of table `b`."""
+
+
+def test_keys_and_shapes() -> None:
+    state = trained().state_dict()
+    tables = [f"tables.{table}.{part}" for table in "ab" for part in ("weight", "optim.m", "optim.v")]
+    assert list(state) == ["optim.step", "optim.seed", *tables]
+    assert all(tensor.is_contiguous() for tensor in state.values())
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert shapes["tables.a.optim.m"] == shapes["tables.a.weight"] == (60, 15)
+    assert state["optim.step"].dtype == torch.int64 and shapes["optim.step"] == ()
+    assert state["tables.b.weight"].dtype == torch.bfloat16 and state["tables.b.optim.m"].dtype == torch.float32
+    assert tuple(trained(**TAIL).state_dict()["tables.a.optim.s"].shape) == (60,)
+    assert list(trained(optimizer=None).state_dict()) == ["tables.a.weight", "tables.b.weight"]
+
+
+def test_fused_tables_are_neither_parameters_nor_buffers() -> None:
+    """So that nobody broadcasts, averages or trains them a second time."""
+    module = trained()
+    assert [*module.parameters(), *module.buffers()] == []
+    assert not module.weight("a").requires_grad and not isinstance(module.weight("a"), nn.Parameter)
+    assert [name for name, _ in trained(optimizer=None).named_parameters()] == ["tables.a.weight", "tables.b.weight"]
+
+
+def _loaded(module: EmbeddingCollection, other: EmbeddingCollection, **more: Any) -> EmbeddingCollection:
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    other.load_state_dict(state, **more)
+    return other
+
+
+def _saved(module: EmbeddingCollection) -> EmbeddingCollection:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: EmbeddingCollection = torch.load(file, weights_only=False)
+    return loaded
+
+
+def _other(module: EmbeddingCollection, **more: Any) -> EmbeddingCollection:
+    """Another module of the same kind, with rows of its own."""
+    torch.manual_seed(99)
+    options = {"backend": module.backend, "device": module.device, "optimizer": module._trainer.optimizer} | more
+    return EmbeddingCollection(module.spec, **options)
+
+
+WAYS: dict[str, Callable[[EmbeddingCollection], EmbeddingCollection]] = {
+    "load_state_dict": lambda module: _loaded(module, _other(module)),
+    "assign": lambda module: _loaded(module, _other(module), assign=True),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": _saved,
+    "meta, to_empty": lambda module: _loaded(module, _other(module, device="meta").to_empty(device=module.device)),
+    "meta, assign": lambda module: _loaded(module, _other(module, device="meta"), assign=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", [{}, TAIL], ids=["adam", "rowwise adagrad"])
+def test_training_goes_on_bit_by_bit(more: dict[str, Any], way: str) -> None:
+    """With stochastic rounding, which depends on seed and step."""
+    module = trained(**more)
+    for seed in range(2):
+        module(*draw(seed=seed)).sum().backward()
+    twin = WAYS[way](module)
+    assert twin.weight("a").data_ptr() != module.weight("a").data_ptr()
+    for seed in range(2, 4):
+        for each in (module, twin):
+            each(*draw(seed=seed)).sum().backward()
+    assert steps(twin) == 4 and differing(snapshot(module), snapshot(twin)) == []
+
+
+@trained_backend
+def test_a_state_dict_is_read_by_the_kernels(backend: Any) -> None:
+    module = trained(backend, **TAIL)
+    module(*draw(backend)).sum().backward()
+    twin = _loaded(module, _other(module))
+    for each in (module, twin):
+        each(*draw(backend, 1)).sum().backward()
+    assert differing(snapshot(module), snapshot(twin)) == []
+
+
+def test_states_in_padding_are_states() -> None:
+    module = trained(**TAIL)
+    placements = [table.states[0].placement for table in module.layout.tables]
+    assert placements == ["tail", "section"]
+    assert module.optimizer_state("a")["s"].unique().tolist() == [0.5]
+    module(*draw()).sum().backward()
+    state = module.optimizer_state("a")["s"]
+    assert (state > 0.5).any() and torch.equal(state, module.state_dict()["tables.a.optim.s"])
+    with torch.no_grad():
+        module.weight("a").zero_()
+    assert (module.optimizer_state("a")["s"] > 0.5).any()  # rows and states do not share bytes
+    module.optimizer_state("a")["s"].fill_(2.0)
+    assert module.state_dict()["tables.a.optim.s"].unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("more", [{}, TAIL], ids=["adam", "rowwise adagrad"])
+def test_reset_parameters_starts_anew(more: dict[str, Any]) -> None:
+    module, twin = trained(**more), trained(**more)
+    module(*draw()).sum().backward()
+    for each in (module, twin):
+        torch.manual_seed(5)
+        each.reset_parameters()
+    assert steps(module) == 0 and differing(snapshot(module), snapshot(twin)) == []
+
+
+def test_a_state_dict_that_does_not_fit() -> None:
+    module = trained()
+    state = snapshot(module)
+    for missing in ("optim.step", "tables.a.optim.m", "tables.b.weight"):
+        part = {name: tensor for name, tensor in state.items() if name != missing}
+        with pytest.raises(RuntimeError, match=f'Missing key.*"{missing}"'):
+            module.load_state_dict(part)
+        assert module.load_state_dict(part, strict=False).missing_keys == [missing]
+    for extra in ("optim.steps", "tables.a.optim.s", "tables.c.weight", "other", "other.weight"):
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{extra}"'):
+            module.load_state_dict({**state, extra: torch.zeros(1)})
+        module.load_state_dict({**state, extra: torch.zeros(1)}, strict=False)
+    for wrong in ("optim.step", "tables.a.optim.m", "tables.b.weight"):
+        with pytest.raises(RuntimeError, match=f"{wrong}: shape"):
+            module.load_state_dict({**state, wrong: torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*optim\.step"):
+        trained(optimizer=None).load_state_dict(state)
+
+
+def test_a_part_of_a_model_is_loaded_as_a_part() -> None:
+    """Keys carry the module's name, also those of counters."""
+    model, other = nn.ModuleDict({"e": trained()}), nn.ModuleDict({"e": _other(trained())})
+    model["e"](*draw()).sum().backward()
+    assert {"e.optim.step", "e.tables.a.optim.v"} <= model.state_dict().keys()
+    other.load_state_dict(model.state_dict())
+    assert differing(model.state_dict(), other.state_dict()) == []
+
+
+@pytest.mark.parametrize("cast", ["half", "double", "bfloat16", "float"])
+def test_casts_leave_tables_and_states_alone(cast: str) -> None:
+    module = trained(**TAIL)
+    module(*draw()).sum().backward()
+    before = snapshot(module)
+    assert getattr(module, cast)() is module
+    assert differing(before, snapshot(module)) == []
+    module(*draw()).sum().backward()
+    assert steps(module) == 2
+
+
+def test_the_optimizer_follows_the_module() -> None:
+    """Schedulers hold the facade: after a move it must still be the one whose numbers kernels read."""
+    module = _other(trained(), device="meta", optimizer=optim.Adam(lr=torch.tensor(0.25)))
+    optimizer = module.optimizer
+    assert optimizer is not None
+    module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert module.optimizer is optimizer and float(optimizer.param_groups[0]["lr"]) == 0.25
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    before = snapshot(module)
+    module(*draw()).sum().backward()
+    assert torch.equal(module.weight("a"), before["tables.a.weight"])
+    assert optimizer.param_groups[0]["params"][0].grad is not None
+
+
+def test_a_copy_has_numbers_of_its_own() -> None:
+    module = trained()
+    twin = copy.deepcopy(module)
+    assert module.optimizer is not None and twin.optimizer is not None
+    module.optimizer.param_groups[0]["lr"] = 0.0
+    before = snapshot(module)
+    for each in (module, twin):
+        each(*draw()).sum().backward()
+    assert torch.equal(module.weight("a"), before["tables.a.weight"])
+    assert not torch.equal(twin.weight("a"), before["tables.a.weight"])
+
+
+def test_frozen_tables_stay_frozen_in_copies() -> None:
+    for more in ({}, {"optimizer": None}):
+        module = trained(**more)
+        module.freeze("a")
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            before = snapshot(twin)
+            twin(*draw()).sum().backward()
+            assert torch.equal(twin.weight("a"), before["tables.a.weight"])
+            assert twin.weight("a").grad is None
+
+
+@trained_backend
+def test_distributed_data_parallel_leaves_tables_alone(backend: Any, tmp_path: Path) -> None:
+    """It broadcasts parameters and buffers when it starts and averages gradients: those of the dense part."""
+    if not distributed.is_available():
+        raise AssertionError("torch without distributed is not what the package is tested with")
+    device = device_of(backend)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module, twin = trained(backend), trained(backend)
+        dense = nn.Linear(34, 1, device=device)
+        model = nn.parallel.DistributedDataParallel(nn.ModuleDict({"e": module, "d": dense}))
+        assert [name for name, _ in model.named_parameters()] == ["module.d.weight", "module.d.bias"]
+        dense(module(*draw(backend))).sum().backward()
+        dense(twin(*draw(backend))).sum().backward()
+        assert steps(module) == 1 and differing(snapshot(module), snapshot(twin)) == []
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_spec_of_these_tests() -> None:
+    """Bags of both tables, so that no test passes because nothing was looked up."""
+    _, offsets, _ = draw()
+    assert all(int(offsets[6 * i + 6] - offsets[6 * i]) > 2 for i in range(len(SPEC.features)))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from embforge.codegen.spec import CollectionSpec, FeatureSpec
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.reference import canonical_reduce, ieee_sqrt
@@ -18,12 +17,6 @@ Reduced = Sequence[tuple[Tensor, Tensor]]
 
 TINY = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
-
-
-def rowwise_spec(spec: CollectionSpec) -> CollectionSpec:
-    """The collection in which a batch is rows and their gradients: every table as a feature that is not pooled."""
-    features = [FeatureSpec(table.name, table.name, pooling="none") for table in spec.tables]
-    return CollectionSpec(spec.tables, tuple(features), name=spec.name)
 
 
 def as_batch(passes: Sequence[Reduced], device: torch.device) -> tuple[Batch, Gradients]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.codegen.params import Params, params_type
-from embforge.codegen.plan import Plan
+from embforge.codegen.params import Params
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.training import training_plans
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program
 from embforge.training import pending
@@ -68,23 +68,9 @@ class Trainer:
     ) -> Programs:
         """The texts of all kernels that the module may run on such ids."""
 
-        def text(op: str, spec: CollectionSpec = spec, ids: str = id_dtype) -> str:
-            chosen = params if op.startswith("forward") else backward or params_type(target, op)()
-            update = self.update if op == "backward" else None
-            return Program(Plan(op, target, arch, ids, spec, chosen, update), kernels).text
-
-        keeps = any(f.pooling in ("mean", "sqrtn", "max") for f in spec.features)
-        forward, reduce = text("forward"), text("reduce")
-        rowwise = pending.rowwise_spec(spec)
-        return Programs(
-            forward,
-            text("forward_train") if keeps else forward,
-            text("backward") if self.update else "",
-            reduce,
-            text("weight_gradient"),
-            text("backward", rowwise, "int64") if self.accumulate else "",
-            text("reduce", rowwise, "int64") if self.accumulate else "",
-        )
+        plans = training_plans(spec, target, arch, id_dtype, params, backward, self.update, self.accumulate)
+        texts = {name: Program(plan, kernels).text for name, plan in plans.items()}
+        return Programs(**{name: texts.get(name, "") for name in Programs._fields})
 
     def facade(self, module: Any) -> FusedOptimizer | None:
         """The module's optimizer as torch knows such things."""

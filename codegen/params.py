@@ -99,8 +99,9 @@ class CudaBackwardParams(_Checked):
         "(16-byte gradient loads in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice",
     )
     vector_bytes: int = tunable(16, (8, 16), "widest access to a row or a gradient")
-    medium_run: int = tunable(32, (16, 32, 64), "occurrences past which the groups of a warp share a row's gradient")
-    long_run: int = tunable(1024, (256, 1024, 4096), "occurrences past which blocks share a row's gradient")
+    medium_run: int = tunable(
+        32, (16, 32, 64), "occurrences past which a row waits until all rows with fewer have theirs: balance in a warp"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From a call to the CUDA driver where there is none: `runtime/launch/cuda.py` as it is, through the real cuda.core.
+"""From a call to the CUDA driver where there is none: the launchers as they are, through the real cuda.core.
 
 The checks are in `emulated_driver/`; each test here runs some of them in a process that has the emulated driver.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from emulated_driver import build, mutants
+from emulated_driver.lines import MODULES
 
 pytest.importorskip("cuda.core")
 pytestmark = [
@@ -28,10 +29,17 @@ BEYOND = {
     "test_every_form_of_input": "no nested tensors",
     "test_pickle": "no pickles",
     "test_torch_save": "no pickles",
-    "test_wants_no_gradient_quietly": "no autograd",
     "test_bits": "takes long: its checks of the launcher are in emulated_driver/",
+    "test_training": "takes long: see check_module.py; all of it is in the soak",
 }
 """What the conformance suite asks of a GPU and the stand-in for torch's CUDA device does not have."""
+BEYOND_IN_TRAINING = {
+    "test_opcheck": "torch.compile sees through no tensor of ours",
+    "test_clipping_by_the_norm_of_all_gradients": "no sparse tensors",
+    "test_gradients_are_sparse": "no sparse tensors",
+    "test_autocast": "autocast knows no device of ours",
+    "test_one_checkpointed_call_is_right and False": "its saved tensors say that they are on a CPU",
+}
 
 
 def passes(module: str, *words: str) -> str:
@@ -45,10 +53,14 @@ def test_the_driver_behaves_as_a_driver_and_verify_finds_a_gpu() -> None:
     passes("pytest", *PYTEST, "emulated_driver/check_driver.py", "emulated_driver/check_verify.py")
 
 
+def test_a_module_trains_on_emulated_devices() -> None:
+    passes("pytest", *PYTEST, "emulated_driver/check_module.py")
+
+
 def test_the_launcher_works_and_nearly_all_of_it_runs() -> None:
     printed = passes("emulated_driver.lines", *PYTEST, *map(str, mutants.CHECKS))
     covered = [line.split("\t")[1:] for line in printed.splitlines() if line.startswith("covered\t")]
-    assert {name for name, *_ in covered} == {"cuda.py", "cuda_errors.py", "forward_call.py"}
+    assert {name for name, *_ in covered} == set(MODULES)
     for name, ran, lines, missing in covered:
         assert int(ran) >= LEAST_COVERED * int(lines), f"{name}: lines {ast.literal_eval(missing)} never ran"
 
@@ -67,6 +79,12 @@ def test_the_conformance_suite_on_emulated_devices() -> None:
 @pytest.mark.soak
 def test_all_bits_on_emulated_devices() -> None:
     passes("pytest", *PYTEST, "conformance/test_bits.py", "-k", "cuda")
+
+
+@pytest.mark.soak
+def test_training_on_emulated_devices() -> None:
+    wanted = " and ".join(["cuda", "test_training", *(f"not ({name})" for name in BEYOND_IN_TRAINING)])
+    passes("pytest", *PYTEST, "conformance", "-k", wanted)
 
 
 # ---- Never by accident

@@ -15,6 +15,8 @@ from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of, prototype
 from embforge.codegen.targets import Source, Target
 from embforge.codegen.targets.arch import Arch, arch_named
+from embforge.codegen.targets.cuda_backward import backward_facts
+from embforge.codegen.targets.cuda_backward_weights import weight_gradient_facts
 from embforge.codegen.targets.cuda_geometry import (
     RUNS_WANTED,
     BucketGeometry,
@@ -25,6 +27,7 @@ from embforge.codegen.targets.cuda_geometry import (
     register_classes,
     row_type,
     stage_sizes,
+    trains,
 )
 from embforge.codegen.targets.cuda_launch import (
     QUEUE_COUNTERS,
@@ -32,6 +35,7 @@ from embforge.codegen.targets.cuda_launch import (
     long_symbols,
     main_symbols,
     scratch_width,
+    widest_pooled,
 )
 from embforge.codegen.targets.cuda_long import LongGeometry, LongKind, long_geometry
 from embforge.codegen.targets.nvrtc import compile_cubin, nvrtc_fingerprint
@@ -42,6 +46,8 @@ CONSTANT_MEMORY = 60 * 1024
 """Bytes of constant memory that records may take; the compiler's own constants get the rest of the 64 KB."""
 FEATURE_RECORD, SHAPE_RECORD, SEQUENCE_RECORD = 40, 40, 12
 """Bytes of the template's Feature, Shape and SequenceFeature, at most."""
+KEPT_COLUMN = 8
+"""Bytes that a Feature is larger by if a backward will come."""
 BF16_ARCH, FP8_ARCH = 80, 89
 """The first architectures that convert to bf16 and from fp8 by an instruction."""
 MERGE_LEVELS = 5
@@ -74,13 +80,16 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "chunk": CHUNK,
         "long_bag": params.long_bag,
         "output_width": plan.layout.output_width,
+        "trains": trains(plan),
+        "divisor_width": plan.layout.divisor_width,
+        "winner_width": plan.layout.winner_width,
         "runs_wanted": RUNS_WANTED,
         "metadata_words": len(METADATA_WORDS),
         "mistakes": MISTAKES,
         "status_words": len(STATUS_WORDS),
-        "arguments": arguments_of("cuda"),
-        "prototype": prototype("cuda"),
-        "features": [_feature_facts(f) for g in geometry for f in g.bucket.features],
+        "arguments": arguments_of("cuda", plan.op),
+        "prototype": prototype("cuda", plan.op),
+        "features": [_feature_facts(plan, f) for g in geometry for f in g.bucket.features],
         "sequence": _sequence_facts(geometry),
         "buckets": [_bucket_facts(g) for g in geometry],
         "has_pooled": bool(pooled),
@@ -88,6 +97,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "has_sequence": any(g.bucket.pooling == "none" for g in copied),
         "has_concat": any(g.bucket.pooling == "concat" for g in copied),
         "scratch_width": scratch_width(plan),
+        "scratch_winners": widest_pooled(plan),
         "queue": {"counters": QUEUE_COUNTERS, "unit_bits": UNIT_BITS},
         "kernels": [
             _kernel_facts(plan, symbol, members)
@@ -117,7 +127,8 @@ def _narrow(output_dtype: str, arch: Arch) -> str | None:
 
 def _constant_bytes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> int:
     """Bytes of the records of features and buckets, at most."""
-    features = FEATURE_RECORD * len(plan.layout.features) + SEQUENCE_RECORD * len(plan.layout.sequence_features)
+    record = FEATURE_RECORD + (KEPT_COLUMN if trains(plan) else 0)
+    features = record * len(plan.layout.features) + SEQUENCE_RECORD * len(plan.layout.sequence_features)
     return features + SHAPE_RECORD * len(geometry)
 
 
@@ -184,6 +195,7 @@ def _long_facts(plan: Plan, found: LongGeometry) -> dict[str, Any]:
         "chunks": found.chunks,
         "pitch": found.pitch,
         "parts": found.parts,
+        "winner_parts": found.winner_parts,
         "weighted": found.weighted,
         "shared": found.shared,
         "kinds": [_long_kind_facts(kind) for kind in found.kinds],
@@ -213,6 +225,7 @@ def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:
         "vector": g.vector,
         "elements": g.elements,
         "store": g.store,
+        "winners_store": g.winners_store,
         "vectors": g.vectors,
         "lanes": g.lanes,
         "tiles": g.tiles,
@@ -240,7 +253,7 @@ def _sequence_facts(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, int]
     return [facts for _, facts in sorted(found, key=lambda item: item[0])]
 
 
-def _feature_facts(placed: FeatureLayout) -> dict[str, Any]:
+def _feature_facts(plan: Plan, placed: FeatureLayout) -> dict[str, Any]:
     feature = placed.feature
     return {
         "index": placed.index,
@@ -249,6 +262,7 @@ def _feature_facts(placed: FeatureLayout) -> dict[str, Any]:
         "weighted": _c(feature.weighted),
         "hotness": feature.hotness if feature.pooling == "concat" else 0,
         "column": -1 if placed.column is None else placed.column,
+        "kept": plan.layout.kept_column(placed.index),
         "padding": -1 if feature.padding_idx is None else feature.padding_idx,
         "comment": f"{feature.name} -> {feature.table}",
     }
@@ -284,7 +298,13 @@ def _resources(plan: Plan, binary: bytes) -> list[dict[str, Any]]:
 
 CUDA = Target(
     name="cuda",
-    sources={"forward": Source("cuda/forward.cu.j2", facts_of)},
+    sources={
+        "forward": Source("cuda/forward.cu.j2", facts_of),
+        "forward_train": Source("cuda/forward.cu.j2", facts_of),
+        "backward": Source("cuda/backward.cu.j2", backward_facts),
+        "reduce": Source("cuda/backward.cu.j2", backward_facts),
+        "weight_gradient": Source("cuda/weight_gradient.cu.j2", weight_gradient_facts),
+    },
     source_suffix=".cu",
     binary_suffix=".cubin",
     compile=_compile,

@@ -16,13 +16,14 @@ from typing import Any
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.arch import arch_named, resident_threads
+from embforge.codegen.targets.cuda_backward_geometry import backward_params, row_buckets
 from embforge.codegen.targets.cuda_geometry import BIG_ROW, cuda_params, geometry_of
 from embforge.codegen.targets.cuda_launch import shape_of
 from embforge.codegen.targets.cuda_long import long_geometry
 
 LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
 LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7
-CALLS = re.compile(r"\b(?:pool_run|copy_rows|pool_chunk)<(\w+)>")
+CALLS = re.compile(r"\b(?:pool_run|copy_rows|pool_chunk|sum_chunks|update_rows|write_rows|multiply)<(\w+)>")
 LINE = re.compile(r'//## File "[^"]*", line (\d+)')
 FUNCTION = re.compile(r"^\.text\.(\w+):")
 LABEL = re.compile(r"^\s*\.L\w*:")
@@ -105,11 +106,12 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
 
 
 def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelCode) -> dict[str, Any]:
-    arch, threads = arch_named(plan.arch), cuda_params(plan).block
+    forward = plan.op.startswith("forward")
+    arch, threads = arch_named(plan.arch), cuda_params(plan).block if forward else backward_params(plan).block
     shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from there on
-    shared += shape_of(plan).shared_of(symbol)
+    shared += shape_of(plan).shared_of(symbol) if forward else 0
     resident = resident_threads(arch, threads, registers, shared)
-    use = {None: (0, 1.0)} | _use(plan)
+    use = {None: (0, 1.0)} | (_use(plan) if forward else _backward_use(plan))
     in_flight = [(g, round(sum(g.widths) * resident * use[g.struct][1])) for g in code.groups]
     return {
         "symbol": symbol,
@@ -138,6 +140,11 @@ def _use(plan: Plan) -> dict[str | None, tuple[int, float]]:
         worst = min(big, key=lambda g: g.use_of(long.chunks))
         found[kind.name] = worst.bucket.row_bytes, worst.use_of(long.chunks)
     return found
+
+
+def _backward_use(plan: Plan) -> dict[str | None, tuple[int, float]]:
+    """Of each bucket's loops: the bytes of a gradient, and the share of a warp's lanes that load."""
+    return {b.name: (b.item_bytes, b.use) for b in row_buckets(plan)}
 
 
 def _results(opcode: str, operands: str) -> set[int]:

@@ -6,8 +6,7 @@ races, in a schedule that a seed decides.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -16,25 +15,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of
-from embforge.codegen.targets.arch import arch_named
+from embforge.codegen.signature import METADATA_WORDS, arguments_of
 from embforge.codegen.targets.cuda_launch import QUEUE_COUNTERS, KernelLaunch, shape_of, status_size
 from embforge.codegen.targets.simt import twin_of
 from embforge.counters import SINGLE, TABLE, KernelCounters, Traffic
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.forward_call import ForwardCall, Value, forward_call
+from embforge.launch.gradients import TrainResult
 from embforge.launch.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import Metadata
-from embforge.launch.simt_abi import BUG, DONE, Counted, Region, SimtTraffic, load_image
-from embforge.launch.simt_report import bug_of
-from embforge.places import pooled_place, sequence_place
+from embforge.launch.simt_abi import Counted, Region, SimtTraffic, load_image
+from embforge.launch.simt_run import WORD_BYTES, launch_kernel, raise_mistakes
+from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
 
-WORD_BYTES = 8
 READ_ONLY = ("metadata", "values", "offsets", "weights")
-WRITTEN = ("pooled", "sequence", "scratch", "queue")
+RESULTS = ("pooled", "sequence", "divisors", "winners")
+WRITTEN = (*RESULTS, "scratch", "queue")
 """Whose bytes nobody may read before they are written; results must be written whole."""
 MOST_SEEDS = 2**64
 MOST_COPIED = 4 << 20
@@ -50,36 +48,32 @@ class SimtOptions:
 
 
 class SimtRun(NamedTuple):
-    """A call's result, and a kernel's counters each if they were asked for."""
+    """A call's results, and a kernel's counters each if they were asked for."""
 
     pooled: Tensor
     sequence: Tensor | None
+    divisors: Tensor | None
+    winners: Tensor | None
     counters: tuple[KernelCounters, ...]
 
 
-class SimtForward:
-    """One plan's forward kernels in an image. Threads may share it; their launches take turns."""
+class _SimtLookup:
+    """One plan's kernels in an image. Threads may share it; their launches take turns."""
 
     def __init__(self, plan: Plan, image: Path) -> None:
         self.plan = plan
         self._image = load_image(image)
         self._shape = shape_of(twin_of(plan))
         self._calls = count()
-        wanted = (WORD_BYTES,) * len(arguments_of("simt"))
+        wanted = (WORD_BYTES,) * len(arguments_of("simt", plan.op))
         for symbol in self._shape.symbols:
             kernel = self._image.kernels.get(symbol)
             if kernel is None or kernel.argument_bytes != wanted:
                 raise AssertionError(f"the launcher passes {wanted} to {symbol}, image {image} has {kernel}")
 
-    def __call__(
-        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
-    ) -> tuple[Tensor, Tensor | None]:
-        """Pooled output, and the flat rows of `none` features if the spec has any.
-
-        Every call has another schedule, the same ones in every process. Raises as `run` does.
-        """
-        options = SimtOptions(seed=next(self._calls) % MOST_SEEDS)
-        return self.run(metadata, tables, batch, sequence_elements, bounds_check, options)[:2]
+    def _next(self) -> SimtOptions:
+        """Every call has another schedule, the same ones in every process."""
+        return SimtOptions(seed=next(self._calls) % MOST_SEEDS)
 
     def run(
         self,
@@ -105,74 +99,69 @@ class SimtForward:
         )
         status = guarded_empty((status_size(),), torch.int64, batch.values.device).zero_()
         memory = _Memory(self.plan, call, placed, status)
-        arguments = [ctypes.c_uint64(_word(value)) for value in call.arguments(status)]
+        arguments = call.arguments(status)
         try:
             counters = [self._launch(kernel, arguments, memory, options) for kernel in call.work.kernels]
         except KernelBugError:
             if bounds_check == "unchecked":  # the kernel trusts its ids, so a bad one is the caller's mistake
-                _raise_bad_input(self.plan, batch, "error")
+                raise_bad_input(self.plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, "error")
             raise
-        self._raise_mistakes(status, batch, bounds_check)
+        raise_mistakes(self.plan, status, batch, bounds_check)
         self._raise_unwritten(call, memory, batch, options)
-        return SimtRun(call.pooled, call.sequence, tuple(c for c in counters if c is not None))
+        known = tuple(c for c in counters if c is not None)
+        return SimtRun(call.pooled, call.sequence, call.divisors, call.winners, known)
 
     def check(self) -> None:
         """Nothing is ever pending: whatever is wrong raises in the call that has it."""
 
     def _launch(
-        self, kernel: KernelLaunch, arguments: list[ctypes.c_uint64], memory: _Memory, options: SimtOptions
+        self, kernel: KernelLaunch, arguments: Sequence[Value], memory: _Memory, options: SimtOptions
     ) -> KernelCounters | None:
-        shared = kernel.shared + self._image.kernels[kernel.symbol].static_shared
-        allowed = arch_named(self.plan.arch).most_shared
-        if shared > allowed:
-            raise KernelBugError(
-                f"kernel {kernel.symbol} cannot be launched: a block takes {shared} bytes of shared memory; allowed on "
-                f"{self.plan.arch}: {allowed}"
-            )
-        status, report, counted = self._image.launch(
-            kernel.symbol,
-            (kernel.grid, 1, 1),
-            (kernel.block, 1, 1),
-            arguments,
-            memory.regions,
-            shared=kernel.shared,
-            seed=options.seed,
-            count=options.count,
+        counted = launch_kernel(
+            self.plan, self._image, kernel, arguments, memory.regions, seed=options.seed, count=options.count
         )
-        if status == BUG:
-            raise bug_of(report, self._image.path, source_of(self.plan), options.seed)
-        if status != DONE:
-            raise KernelBugError(f"kernel {kernel.symbol} cannot be launched: {report.message.decode()}")
         return None if counted is None else kernel_counters(kernel.symbol, memory.regions, counted)
-
-    def _raise_mistakes(self, status: Tensor, batch: Batch, bounds_check: str) -> None:
-        claimed = dict(zip(MISTAKES, status[:: len(STATUS_WORDS)].tolist(), strict=True))
-        if bounds_check != "error":
-            del claimed["BAD_ID"]
-        if not any(claimed.values()):
-            return
-        _raise_bad_input(self.plan, batch, bounds_check)
-        named = ", ".join(kind for kind, found in claimed.items() if found)
-        raise KernelBugError(
-            f"kernel {self.plan.uri} reported {named} for a batch that is well-formed: {status.tolist()}"
-        )
 
     def _raise_unwritten(self, call: ForwardCall, memory: _Memory, batch: Batch, options: SimtOptions) -> None:
         layout = self.plan.layout
-        for name, result in (("pooled", call.pooled), ("sequence", call.sequence)):
-            missing = memory.unwritten(name)
-            if missing is None or result is None:
+        places: dict[str, Callable[[int], str]] = {
+            "pooled": lambda element: pooled_place(layout, element),
+            "sequence": lambda element: sequence_place(layout, batch.offsets, batch.batch, element),
+            "divisors": lambda element: divisor_place(layout, element),
+            "winners": lambda element: winner_place(layout, element),
+        }
+        for name in RESULTS:
+            missing, result = memory.unwritten(name), call.given[name]
+            if missing is None or not isinstance(result, Tensor):
                 continue
-            element = missing // result.element_size()
-            place = (
-                pooled_place(layout, element)
-                if name == "pooled"
-                else sequence_place(layout, batch.offsets, batch.batch, element)
-            )
+            place = places[name](missing // result.element_size())
             raise KernelBugError(
                 f"kernels of {self.plan.uri}: unwritten: no kernel wrote {place} of the {name} output\n"
                 f"  schedule seed {options.seed}; the same seed gives the same schedule"
             )
+
+
+class SimtForward(_SimtLookup):
+    """A forward that nothing is to be learned from."""
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pooled output, and the flat rows of `none` features if the spec has any. Raises as `run` does."""
+        return self.run(metadata, tables, batch, sequence_elements, bounds_check, self._next())[:2]
+
+
+class SimtForwardTrain(_SimtLookup):
+    """A forward whose backward will come."""
+
+    def __call__(
+        self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
+    ) -> TrainResult:
+        """Pooled output, rows of `none` features, divisors and winners, None for what the spec has no feature of.
+
+        Raises as `run` does.
+        """
+        return self.run(metadata, tables, batch, sequence_elements, bounds_check, self._next())[:4]
 
 
 class _Memory:
@@ -234,17 +223,6 @@ def _apart(regions: list[Region]) -> list[Region]:
         else:
             merged.append(region)
     return merged
-
-
-def _word(value: Value) -> int:
-    """An argument as a 64-bit word: an address, or a number."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return 0 if value is None else value
-
-
-def _raise_bad_input(plan: Plan, batch: Batch, bounds_check: str) -> None:
-    raise_bad_input(plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
 
 
 def kernel_counters(symbol: str, regions: Sequence[Region], counted: Counted) -> KernelCounters:

@@ -11,6 +11,12 @@ __device__ __forceinline__ void load_row(Vector<BYTES>& row, const char* address
     simt::load(row.word, address, BYTES, present);
 }
 
+template <int BYTES>
+__device__ __forceinline__ void load_own(Vector<BYTES>& row, const char* address) {
+    row = {};
+    simt::load(row.word, address, BYTES, true);
+}
+
 template <class T>
 __device__ __forceinline__ T read_only(const T* address) {
     return simt::read(address);

@@ -1,6 +1,6 @@
 """A CUDA driver for machines without one, for tests: see driver.h. Nothing here is part of the package.
 
-`runtime/launch/cuda.py` runs against it as it is, through the real cuda.core. It can be reached only in a process that
+The launchers run against it as they are, through the real cuda.core. It can be reached only in a process that
 `run` started: the library is built under a name that no loader looks for, loads only if it is told to, and refuses to
 start without a variable of ours or where a real driver is.
 """

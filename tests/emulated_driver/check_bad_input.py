@@ -170,3 +170,12 @@ def test_another_threads_mistake_is_not_wiped_unread(
     other.join()
     with pytest.raises(IndexError, match=BAD_ID):
         forward.check()
+
+
+def test_status_words_may_be_written_outside_of_inference_mode_too(forward: CudaForward) -> None:
+    with torch.inference_mode():
+        bad_id().call(forward)
+    (watch,) = forward._watches.values()
+    assert not watch.memory.is_inference()
+    with pytest.raises(IndexError, match=BAD_ID):
+        forward.check()

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from cuda import core
 from cuda.bindings import driver
 
 from embforge.codegen.targets.simt import compile_image
-from emulated_driver import control
+from emulated_driver import control, torch_cuda
 from emulated_driver.build import SIGNS
+from emulated_driver.cases import untouched
 from emulated_driver.control import DriverError, driver_call
 
 TEXT = """
@@ -362,3 +364,31 @@ def test_it_refuses_where_a_real_driver_is(tmp_path: Path, sign: str) -> None:
 def test_entry_points_that_are_missing_are_not_there() -> None:
     with pytest.raises(Exception, match="cuEventElapsedTime"):
         driver.cuEventElapsedTime(0, 0)  # nobody gets a time that nobody measured
+
+
+# ---- torch's operations
+
+
+def test_a_sort_waits_for_its_turn_in_the_stream() -> None:
+    keys = torch.tensor([3, 1, 2], device="cuda")
+    found, order = (torch.empty(3, dtype=torch.int64, device="cuda") for _ in range(2))
+    torch.sort(keys, stable=True, out=(found, order))
+    assert untouched(found)
+    keys.copy_(torch.tensor([5, 9, 7], device="cuda"))  # behind the sort
+    assert found.tolist() == [1, 2, 3]
+    assert order.tolist() == [1, 2, 0]
+
+
+def test_an_operation_on_memory_that_is_gone_spoils_the_device(capfd: pytest.CaptureFixture[str]) -> None:
+    sums = torch.empty(4, dtype=torch.int32, device="cuda")
+    with torch_cuda.side_stream() as other:
+        heads = torch.ones(4, dtype=torch.int32, device="cuda")
+    torch.cumsum(heads, 0, dtype=torch.int32, out=sums)
+    del heads  # its own stream has no use for it any more
+    torch.empty(1, device="cuda")
+    with torch.cuda.device(0):
+        other.synchronize()
+        with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            torch.cuda.synchronize()
+    assert "are not there" in capfd.readouterr().err
+    control.restart()

@@ -14,8 +14,21 @@ from embforge.codegen.targets.cuda_launch import launch_of, shape_of
 from embforge.launch import forward_call
 from embforge.launch.cuda import CudaForward
 from embforge.launch.metadata import metadata_of
+from embforge.launch.reference_train import lookup_train
 from emulated_driver import control, torch_cuda
-from emulated_driver.cases import BAD_ID, DEVICE, PLAN, bad_id, given, given_long, untouched, with_batch
+from emulated_driver.cases import (
+    BAD_ID,
+    DEVICE,
+    PLAN,
+    SPEC,
+    assert_same_bits,
+    bad_id,
+    given,
+    given_long,
+    image,
+    untouched,
+    with_batch,
+)
 
 CASES = {
     "usual": Case(33),
@@ -35,6 +48,21 @@ def test_results_have_the_references_bits(forward: CudaForward, name: str) -> No
     here = given(CASES[name], special=True)
     here.assert_right(here.call(forward))
     forward.check()
+
+
+def test_a_forward_keeps_what_its_backward_needs() -> None:
+    from embforge.launch.cuda import CudaForwardTrain  # now: mutants.py may have put another one there
+
+    plan = replace(PLAN, op="forward_train")
+    kernel = CudaForwardTrain(plan, image(plan))
+    for here in (given(Case(9, "edges"), special=True), given_long()):
+        *results, winners = lookup_train(SPEC, *here.drawn, here.tables, bounds_check="error")
+        *got, positions = here.call(kernel)
+        for have, want in zip(got, results, strict=True):
+            assert have is not None and want is not None
+            assert_same_bits(have.cpu(), want)
+        assert positions is not None and winners is not None
+        assert torch.equal(positions.cpu(), winners)
 
 
 def test_bad_ids_are_absent_in_zero_mode(forward: CudaForward) -> None:

@@ -12,7 +12,7 @@ from cuda.bindings import driver
 from embforge.cases import Case
 from embforge.codegen.errors import LaunchError, ToolchainError
 from embforge.codegen.targets.cuda_launch import launch_of
-from embforge.launch import cuda, forward_call
+from embforge.launch import cuda_kernels, forward_call
 from embforge.launch.cuda import CudaForward
 from embforge.launch.cuda_errors import REASONS
 from emulated_driver import control, torch_cuda
@@ -23,7 +23,7 @@ def test_a_driver_older_than_the_compiler_is_refused(monkeypatch: pytest.MonkeyP
     with control.setting(version=12090):
         with pytest.raises(ToolchainError, match="update the driver"):
             CudaForward(PLAN, image())
-        monkeypatch.setattr(cuda, "installed_nvrtc", lambda: None)
+        monkeypatch.setattr(cuda_kernels, "installed_nvrtc", lambda: None)
         CudaForward(PLAN, image())  # kernels made elsewhere: the driver judges them itself
 
 

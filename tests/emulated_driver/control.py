@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -14,6 +15,10 @@ from emulated_driver.build import LIBRARY
 DEFAULTS = {"arch": 90, "version": 13040, "memory": 1 << 30, "patience": 1, "seed": 0}
 """What `setting` may change: compute capability, CUDA's version, bytes a device, how often a query says "not ready"
 before the work is done, and the schedule."""
+
+Answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
+_queued: list[Callable[[], None]] = []
+"""By number. Never emptied: a graph may be replayed."""
 
 
 @cache
@@ -25,6 +30,8 @@ def load() -> ctypes.CDLL:
     library.emulated_set.argtypes = [ctypes.c_char_p, ctypes.c_uint64]
     library.emulated_launches.restype = library.emulated_memory_used.restype = ctypes.c_uint64
     library.emulated_wrote.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    library.emulated_holds.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64]
+    library.emulated_enqueue.argtypes = [ctypes.c_uint64, Answer, ctypes.c_uint64]
     return library
 
 
@@ -73,6 +80,29 @@ def memory_used(device: int = 0) -> int:
 def wrote(address: int, count: int) -> None:
     """Tells the driver that the host wrote to device memory, which only a stand-in for torch's kernels may do."""
     load().emulated_wrote(address, count)
+
+
+def holds(device: int, address: int, count: int) -> bool:
+    """Whether so many bytes from there on are memory of the device."""
+    return bool(load().emulated_holds(device, address, count))
+
+
+def enqueue(stream: int, work: Callable[[], None]) -> None:
+    """Puts a function into a stream of the current device, in the place of a kernel of torch's."""
+    _queued.append(work)
+    error = load().emulated_enqueue(stream, _run, len(_queued) - 1)
+    if error:
+        raise RuntimeError(f"CUDA error: {error} from an operation of torch")
+
+
+@Answer
+def _run(number: int) -> bool:
+    try:
+        _queued[number]()
+    except BaseException:
+        traceback.print_exc()
+        return False
+    return True
 
 
 def driver_call(name: str, *words: Any) -> Any:

@@ -191,6 +191,28 @@ EXPORTED void emulated_wrote(uint64_t address, uint64_t bytes) {
     set_defined(address, bytes);
 }
 
+// Whether all of this is memory of the device.
+EXPORTED int emulated_holds(int device, uint64_t address, uint64_t bytes) {
+    ENTER(NOTHING);
+    const Allocation* found = allocation_of(address);
+    return found != nullptr && found->context->device == device && address + bytes <= found->begin + found->bytes;
+}
+
+// Puts a function of the host into a stream of the current device, as if it were a kernel: its turn comes behind the
+// work before it, also in every replay of a captured graph. It answers whether all went well.
+EXPORTED int emulated_enqueue(uint64_t stream_handle, int (*function)(uint64_t), uint64_t number) {
+    ENTER(CONTEXT);
+    auto stream = stream_of(reinterpret_cast<CUstream>(stream_handle));
+    if (stream == nullptr || stream->context != current()) return CUDA_ERROR_INVALID_HANDLE;
+    Context& context = *stream->context;
+    enqueue(stream, [&context, function, number] {
+        if (function(number)) return;
+        context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+        driver().report = "an operation of torch went wrong, see stderr";
+    });
+    return CUDA_SUCCESS;
+}
+
 // Does all work that is pending on any device.
 EXPORTED void emulated_finish() {
     std::lock_guard<std::recursive_mutex> lock(driver().mutex);

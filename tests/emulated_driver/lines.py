@@ -17,7 +17,10 @@ import pytest
 import embforge.launch
 
 LAUNCH = Path(embforge.launch.__file__).parent
-MODULES = ("cuda.py", "cuda_errors.py", "forward_call.py")
+MODULES = tuple(
+    f"{name}.py"
+    for name in ("backward_call", "cuda", "cuda_backward", "cuda_errors", "cuda_kernels", "cuda_watch", "forward_call")
+)
 
 
 def executable_lines(path: Path) -> set[int]:

@@ -6,6 +6,7 @@ a launch with wrong arguments may do anything.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -20,21 +21,14 @@ import pytest
 import embforge.launch
 
 HERE = Path(__file__).parent
-CHECKS = tuple(HERE / f"check_{part}.py" for part in ("launch", "bad_input", "refusals"))
+CHECKS = tuple(HERE / f"check_{part}.py" for part in ("launch", "bad_input", "refusals", "backward", "bad_backward"))
 """All that the launcher is checked by."""
 LAUNCH = Path(embforge.launch.__file__).parent
+LEFT_OUT = ("cacheprovider", "hypothesispytest", "xdist", "unraisableexception")
+"""Plugins that take time; the last collects garbage twice a process."""
 PYTEST = (
-    "-x",
-    "-q",
-    "--tb=no",
-    "--noconftest",
-    "--assert=plain",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:hypothesispytest",
-    "-p",
-    "emulated_driver.plugin",
+    *("-x", "-q", "--tb=no", "--noconftest", "--assert=plain", "-p", "emulated_driver.plugin"),
+    *(word for name in LEFT_OUT for word in ("-p", f"no:{name}")),
 )
 FAILED = 1
 """pytest's exit code if tests ran and some failed."""
@@ -77,10 +71,11 @@ def outcome(mutant: Mutant) -> tuple[bool, str]:
 
 def _run(mutant: Mutant | None, check: str = "") -> tuple[bool, str]:
     """Whether a check fails, or any of all, and which."""
+    places = [_place(check)] if check else [str(path) for path in CHECKS]
     with tempfile.TemporaryFile("w+") as log:
         child = os.fork()
         if child == 0:
-            os._exit(_checked(mutant, check, log.fileno()))
+            os._exit(_checked(mutant, places, log.fileno()))
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         log.seek(0)
         text = log.read()
@@ -92,7 +87,7 @@ def _run(mutant: Mutant | None, check: str = "") -> tuple[bool, str]:
     return status == FAILED, found[1] if found else ""
 
 
-def _checked(mutant: Mutant | None, check: str, log: int) -> int:
+def _checked(mutant: Mutant | None, places: list[str], log: int) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
@@ -101,7 +96,7 @@ def _checked(mutant: Mutant | None, check: str, log: int) -> int:
     except BaseException:
         traceback.print_exc()
         return BROKEN
-    return int(pytest.main([*PYTEST, *([_place(check)] if check else map(str, CHECKS))]))
+    return int(pytest.main([*PYTEST, *places]))
 
 
 def _place(check: str) -> str:
@@ -115,10 +110,12 @@ def main(words: list[str]) -> int:
     import cuda.core  # noqa: F401
     import torch
 
-    from emulated_driver import cases, torch_device  # noqa: F401
+    from emulated_driver import cases, torch_device, trained  # noqa: F401
 
     torch.set_num_threads(1)  # a fork has one thread
-    cases.image()
+    for plan in (cases.PLAN, *trained.PLANS):
+        cases.image(plan)
+    gc.disable()  # a mutant does not live long
     failed, name = _run(None)
     if failed:
         print(f"without a mutant: {name} fails")

@@ -16,6 +16,7 @@ from embforge.codegen.plan import Plan
 from emulated_driver import control
 from emulated_driver.cases import PLAN, image
 from emulated_driver.torch_device import emulated
+from emulated_driver.trained import BACKWARD, REDUCE, WEIGHTS
 
 
 def _build_image(plan: Plan, *, kernels: Path | None = None, **more: Any) -> build.Built:
@@ -36,6 +37,27 @@ def forward() -> Any:
     from embforge.launch.cuda import CudaForward  # now: mutants.py may have put another one there
 
     return CudaForward(PLAN, image())
+
+
+@pytest.fixture
+def backward() -> Any:
+    from embforge.launch.cuda_backward import CudaBackward
+
+    return CudaBackward(BACKWARD, image(BACKWARD))
+
+
+@pytest.fixture
+def reduce() -> Any:
+    from embforge.launch.cuda_backward import CudaReduce
+
+    return CudaReduce(REDUCE, image(REDUCE))
+
+
+@pytest.fixture
+def weight_gradient() -> Any:
+    from embforge.launch.cuda_backward import CudaWeightGradient
+
+    return CudaWeightGradient(WEIGHTS, image(WEIGHTS))
 
 
 @pytest.fixture(autouse=True)

@@ -178,6 +178,13 @@ def pinned(count: int) -> Any:
     return _array(address, count)  # small, and few: never given back
 
 
+def empty_cache() -> None:
+    """All memory that nobody holds is free again."""
+    _give_back()
+    for index in list(_contexts):
+        synchronize(index)
+
+
 def _give_back() -> None:
     with _giving_back:
         for index, address, stream in list(_given_back):

@@ -11,8 +11,11 @@ import pytest
 from embforge.codegen.build import source_of
 from embforge.codegen.cli.common import load_spec
 from embforge.codegen.machine import cuda_headers, find_compiler
-from embforge.codegen.params import CudaParams
+from embforge.codegen.params import CudaBackwardParams, CudaParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.rules import builtin
+from embforge.codegen.rules.rule import Rule, Update
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt import IMAGE_FLAGS
 from embforge.codegen.targets.simt_image import image_source
 
@@ -45,9 +48,28 @@ def unwatched(text: str, directory: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("spec", ["dlrm", "mixed", "llm_vocab"])
-def test_the_executor_sees_every_access(spec: str, tmp_path: Path) -> None:
-    assert not unwatched(source_of(Plan("forward", "cuda", "sm_90", "int64", load_spec(spec), CudaParams())), tmp_path)
+@pytest.mark.parametrize(
+    ("op", "spec"), [("forward", "dlrm"), ("forward", "mixed"), ("forward", "llm_vocab"), ("forward_train", "mixed")]
+)
+def test_the_executor_sees_every_access(op: str, spec: str, tmp_path: Path) -> None:
+    assert not unwatched(source_of(Plan(op, "cuda", "sm_90", "int64", load_spec(spec), CudaParams())), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("op", "rule"),
+    [("backward", builtin.lamb()), ("reduce", None), ("weight_gradient", None)],
+    ids=lambda value: str(value)[:8],
+)
+def test_the_executor_sees_every_access_of_a_backward(op: str, rule: Rule | None, tmp_path: Path) -> None:
+    tables = (TableSpec("a", 100, 8), TableSpec("b", 100, 48, "bf16"))
+    features = (
+        FeatureSpec("x", "a", "mean", weighted=True),
+        FeatureSpec("y", "b", "none"),
+        FeatureSpec("z", "a", "max"),
+    )
+    spec = CollectionSpec(tables, features, name="seen")
+    update = None if rule is None else Update(rule)
+    assert not unwatched(source_of(Plan(op, "cuda", "sm_90", "int64", spec, CudaBackwardParams(), update)), tmp_path)
 
 
 def test_this_test_can_fail(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""What the CUDA template of the gradient of per-sample weights states about a plan, and what a call of it launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.errors import PlanError
+from embforge.codegen.plan import Plan
+from embforge.codegen.targets.cuda_backward import bucket_facts, bucket_line, common_facts, light_blocks, sum_facts
+from embforge.codegen.targets.cuda_backward_geometry import (
+    DIVIDING,
+    RowBucket,
+    backward_params,
+    min_blocks,
+    row_buckets,
+)
+from embforge.codegen.targets.cuda_backward_launch import symbol_of
+from embforge.codegen.targets.cuda_launch import KernelLaunch
+
+KERNELS = ("dots", "shares")
+"""In the order of their launches; the second only if a weighted feature divides."""
+
+
+def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
+    """Everything `cuda/weight_gradient.cu.j2` names. `PlanError` if there are no weights."""
+    buckets = _buckets(plan)
+    if not buckets:
+        raise PlanError(f"plan field op={plan.op!r} does not fit a collection without a weighted feature")
+    of_table = {table: b.index for b in buckets for table in b.tables}
+    row_bytes = {b.elements * DTYPES[b.dtype].bytes for b in buckets}
+    facts = common_facts(plan, {b.dtype for b in buckets} | {b.item for b in buckets})
+    return facts | {
+        "symbols": {name: symbol_of(plan.uri, name) for name in KERNELS},
+        "header": [*facts["header"], "", "Buckets, widest rows first:", *map(bucket_line, buckets)],
+        "load_bytes": sorted({*row_bytes, *(b.item_load for b in buckets)}, reverse=True),
+        "min_blocks": min_blocks(plan),
+        "light_blocks": light_blocks(plan),
+        "buckets": [bucket_facts(b) for b in buckets],
+        "bucket_of": [of_table[f.table_index] if f.feature.weighted else -1 for f in plan.layout.features],
+        "divided": _divided(plan),
+        "update": False,
+        "row_wise": True,
+        "row_sums": True,
+        **sum_facts(buckets),
+    }
+
+
+@dataclass(frozen=True)
+class WeightsShape:
+    """All that a plan's launches have in common."""
+
+    uri: str
+    block: int
+    divided: int
+    """Weighted features that divide."""
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Every kernel that a call may launch."""
+        return tuple(symbol_of(self.uri, name) for name in KERNELS[: 2 if self.divided else 1])
+
+    def launches(self, batch: int, num_values: int) -> tuple[KernelLaunch, ...]:
+        """What to launch for a batch of that many samples and ids."""
+        work = (num_values, self.divided * batch)
+        return tuple(
+            KernelLaunch(symbol, max(1, -(-size // self.block)), self.block, 0)
+            for symbol, size in zip(self.symbols, work, strict=False)
+        )
+
+
+def weights_shape(plan: Plan) -> WeightsShape:
+    """What launches of the plan have in common."""
+    return WeightsShape(plan.uri, backward_params(plan).block, len(_divided(plan)))
+
+
+def _divided(plan: Plan) -> list[int]:
+    return [f.index for f in plan.layout.features if f.feature.weighted and f.feature.pooling in DIVIDING]
+
+
+def _buckets(plan: Plan) -> tuple[RowBucket, ...]:
+    """Those that a weighted feature looks up."""
+    return tuple(b for b in row_buckets(plan) if b.weighted)

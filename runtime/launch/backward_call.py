@@ -1,0 +1,205 @@
+"""One call of a plan's backward kernels, whoever launches them: work space, arguments, and the steps in stream order.
+
+A step is a launch, or an operation of torch on tensors of the call. Nothing waits for the device: sizes come from the
+batch alone, and only a reduction, whose result has as many rows as occur, is in two halves with a wait between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.plan import Plan
+from embforge.codegen.signature import arguments_of
+from embforge.codegen.targets.cuda_backward_geometry import key_tables
+from embforge.codegen.targets.cuda_backward_launch import BackwardLaunch, BackwardShape, backward_launch
+from embforge.codegen.targets.cuda_backward_weights import WeightsShape
+from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.inputs import Batch
+from embforge.launch.forward_call import Value
+from embforge.launch.gradients import Gradients
+from embforge.launch.metadata import Metadata
+
+MOST_BAGS = 2**31 - 1
+"""Bags and ids of a batch: kernels count them in 31 bits."""
+ALIGNMENT = 16
+"""Of gradients: of the widest load."""
+
+Empty = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and the level of partial sums that this launch makes."""
+
+    kernel: KernelLaunch
+    level: int = 0
+
+
+Step = Launch | Callable[[], None]
+
+
+@dataclass
+class Call:
+    """What a call launches, and on what."""
+
+    op: str
+    given: dict[str, Value]
+    """Every argument by name, but `status`, which outlives calls."""
+    steps: list[Step]
+    space: set[str] = field(default_factory=set)
+    """Work space and results that hold nothing before a kernel writes them. What torch writes is none of it."""
+
+    def arguments(self, status: Tensor, level: int = 0) -> list[Value]:
+        """The kernels' arguments, in the order of the signature."""
+        given = self.given | {"status": status, "level": level}
+        return [given[argument.name] for argument in arguments_of("cuda", self.op)]
+
+
+def torch_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def gradient_arguments(metadata: Metadata, batch: Batch, gradients: Gradients, bounds_check: str) -> dict[str, Value]:
+    """What all kernels of a backward read. ValueError for a batch that no launch can hold."""
+    values, offsets, weights, size, _ = batch
+    if size == 0 and values.numel():
+        raise ValueError(f"offsets: values has {values.numel()} ids, offsets has no bag for them; both must agree")
+    if offsets.numel() > MOST_BAGS or values.numel() > MOST_BAGS:
+        raise ValueError(
+            f"offsets, values: {offsets.numel() - 1} bags with {values.numel()} ids; a backward takes {MOST_BAGS} at "
+            "most; split the batch"
+        )
+    sequence = gradients.sequence
+    return {
+        "metadata": metadata.words,
+        "values": values,
+        "offsets": offsets,
+        "weights": weights,
+        "grad_pooled": _aligned(gradients.pooled),
+        "grad_sequence": None if sequence is None else _aligned(sequence),
+        "divisors": gradients.divisors,
+        "winners": gradients.winners,
+        "batch": size,
+        "num_values": values.numel(),
+        "skip_bad_ids": int(bounds_check != "error"),
+        "sequence_size": 0 if sequence is None else sequence.numel(),
+    }
+
+
+def backward_call(
+    shape: BackwardShape, read: dict[str, Value], hyper: Tensor, counters: Tensor, empty: Empty = torch_empty
+) -> Call:
+    """An update. `read` is of `gradient_arguments`; `empty` makes a tensor of that shape, dtype and device."""
+    call, work = _sorted_call(shape, read, empty)
+    call.given |= {
+        "hyper": hyper,
+        "counters": counters,
+        "verdict": torch.zeros(1, dtype=torch.float32, device=hyper.device),
+        "scalars": empty((shape.scalars,), torch.float32, hyper.device),
+    }
+    call.space.add("scalars")
+    call.steps.append(Launch(work.rows))
+    return call
+
+
+@dataclass(frozen=True)
+class ReduceCall:
+    """A reduction's first half; its result's size is known once `counts` is."""
+
+    call: Call
+    counts: Tensor
+    """Rows of each table that occur, on the device."""
+    rows_kernel: KernelLaunch
+    empty: Empty
+
+    def finish(self, counts: Sequence[int], plan: Plan) -> tuple[Call, list[tuple[Tensor, Tensor]]]:
+        """The second half, and a table's rows and gradients each, which it fills."""
+        tables = key_tables(plan)
+        dims = {table: plan.spec.tables[table].embedding_dim for table in tables}
+        device = self.counts.device
+        rows = self.empty((sum(counts[table] for table in tables),), torch.int64, device)
+        floats = sum(counts[table] * dims[table] for table in tables)
+        gradients = self.empty((floats,), torch.float32, device)
+        found = {
+            index: (rows[:0], gradients[:0].view(0, table.embedding_dim))
+            for index, table in enumerate(plan.spec.tables)
+        }
+        first = place = 0
+        for table in tables:
+            last, end = first + counts[table], place + counts[table] * dims[table]
+            found[table] = rows[first:last], gradients[place:end].view(-1, dims[table])
+            first, place = last, end
+        call = Call(self.call.op, self.call.given | {"rows": rows, "gradients": gradients}, [Launch(self.rows_kernel)])
+        return call, [found[index] for index in range(len(plan.spec.tables))]
+
+
+def reduce_call(shape: BackwardShape, tables: int, read: dict[str, Value], empty: Empty = torch_empty) -> ReduceCall:
+    """A reduction of the gradients of so many tables."""
+    call, work = _sorted_call(shape, read, empty)
+    values = read["values"]
+    assert isinstance(values, Tensor)
+    counts = torch.zeros(tables, dtype=torch.int64, device=values.device)
+    call.given |= {"counts": counts, "rows": None, "gradients": None}
+    return ReduceCall(call, counts, work.rows, empty)
+
+
+def weight_gradient_call(
+    shape: WeightsShape, read: dict[str, Value], empty: Empty = torch_empty
+) -> tuple[Call, Tensor]:
+    """The gradient of per-sample weights, and where it will stand."""
+    values, batch = read["values"], read["batch"]
+    assert isinstance(values, Tensor) and isinstance(batch, int)
+    result = empty((values.numel(),), torch.float32, values.device)
+    steps: list[Step] = [Launch(kernel) for kernel in shape.launches(batch, values.numel())]
+    return Call("weight_gradient", read | {"weight_gradient": result}, steps, space={"weight_gradient"}), result
+
+
+def _sorted_call(shape: BackwardShape, read: dict[str, Value], empty: Empty) -> tuple[Call, BackwardLaunch]:
+    """Work space, and the steps up to the rows."""
+    values, batch, sequence_size = read["values"], read["batch"], read["sequence_size"]
+    assert isinstance(values, Tensor) and isinstance(batch, int) and isinstance(sequence_size, int)
+    count, device = values.numel(), values.device
+    work = backward_launch(shape, batch, count, sequence_size)
+    key = getattr(torch, DTYPES[shape.key_dtype].torch_name)
+    sizes = {
+        "keys": (count, key),
+        "sorted_keys": (count, key),
+        "order": (count, torch.int64),
+        "bags": (count, torch.int32),
+        "heads": (count, torch.int32),
+        "runs": (count, torch.int32),
+        "sources": (count, torch.int64),
+        "factors": (count if shape.weighted else 0, torch.float32),
+        "chosen": (count if shape.has_max else 0, torch.int64),
+        "run_begin": (count + 1, torch.int32),
+        "waiting": (work.waiting, torch.int32),
+        "words": (shape.words, torch.int64),
+        "scaled": (work.scaled, torch.float32),
+        "partials": (work.partials, torch.float32),
+    }
+    space = {name: empty((size,), dtype, device) for name, (size, dtype) in sizes.items()}
+
+    def sort() -> None:
+        torch.sort(space["keys"], stable=True, out=(space["sorted_keys"], space["order"]))
+
+    def sum_heads() -> None:
+        torch.cumsum(space["heads"], 0, dtype=torch.int32, out=space["runs"])
+
+    steps: list[Step] = [
+        *map(Launch, work.before_sort),
+        *([sort] if count else []),
+        *map(Launch, work.before_sum),
+        *([sum_heads] if count else []),
+        *map(Launch, work.before_rows),
+        *(Launch(kernel, level) for level, kernel in enumerate(work.levels)),
+    ]
+    return Call(shape.op, {**read, **space}, steps, set(space) - {"sorted_keys", "order", "runs"}), work
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()

@@ -1,0 +1,157 @@
+"""One plan's kernels on CUDA devices, by cuda.core: loaded where needed, launched on torch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from embforge.codegen.errors import ToolchainError
+from embforge.codegen.plan import Plan
+from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.nvrtc import check_driver, cuda_core, installed_nvrtc
+from embforge.launch.cuda_errors import driver_error, mistake
+from embforge.launch.cuda_watch import Watch
+from embforge.launch.forward_call import Value
+from embforge.launch.metadata import FIRST_CALL
+
+
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA that the driver can serve. `ToolchainError` without a driver."""
+    from cuda.bindings import driver
+
+    error, version = driver.cuDriverGetVersion()
+    if int(error) != 0:
+        raise ToolchainError(f"the CUDA driver does not answer ({error}); install or repair the NVIDIA driver")
+    return version // 1000, version % 1000 // 10
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A caller's turn to launch: nobody else launches kernels of this plan, or wipes what they found, meanwhile."""
+
+    watch: Watch
+    capturing: bool
+
+    def tell(self) -> None:
+        """Sends the host what kernels launched so far find. Behind a captured call a copy would tell nobody."""
+        if not self.capturing:
+            self.watch.send()
+
+
+class CudaKernels:
+    """One plan's loaded kernels.
+
+    `ToolchainError` if the NVRTC installed here makes kernels that the driver cannot load. Where none is installed the
+    kernels were made elsewhere, and the driver judges them itself.
+    """
+
+    NOTE = ""
+    """Added to an earlier call's error that a call raises."""
+
+    def __init__(self, plan: Plan, cubin: bytes) -> None:
+        core = cuda_core()
+        self.plan = plan
+        compiler = installed_nvrtc()
+        if compiler is not None:
+            check_driver(driver_version(), compiler)
+        self._core = core
+        self._code = core.ObjectCode.from_cubin(cubin, name=plan.uri)
+        self._kernels: dict[tuple[torch.device, str], Any] = {}
+        self._watches: dict[tuple[torch.device, str], Watch] = {}
+
+    def check(self) -> None:
+        """Waits for the device and raises the first error of earlier calls, if there is one.
+
+        ValueError for bad offsets and for too long `concat` bags, IndexError for a bad id where bounds are checked.
+        """
+        for (device, bounds_check), watch in list(self._watches.items()):
+            with torch.cuda.device(device), watch.lock:
+                torch.cuda.synchronize(device)
+                self._settle(watch, watch.status.tolist(), bounds_check)
+
+    @contextmanager
+    def _turn(self, device: torch.device, bounds_check: str, kernels: Sequence[KernelLaunch]) -> Iterator[Turn]:
+        """The caller's turn to launch these on the device, which is the current one meanwhile.
+
+        Raises what an earlier call left behind, as `check` does, if its news have arrived; RuntimeError in a graph
+        capture if a first call has not prepared what it needs.
+        """
+        with torch.cuda.device(device):
+            capturing = torch.cuda.is_current_stream_capturing()  # when nothing may be asked of the device
+            if capturing and not self._is_ready(device, bounds_check, kernels):
+                raise RuntimeError(FIRST_CALL)
+            watch = self._watch(device, bounds_check)
+            with watch.lock:
+                words = None if capturing else watch.received()
+                if words is not None:
+                    self._settle(watch, words, bounds_check, self.NOTE)
+                yield Turn(watch, capturing)
+
+    def _launch(self, device: torch.device, kernels: Sequence[KernelLaunch], values: Sequence[Value]) -> None:
+        """All of them, with the same arguments. `LaunchError` if the driver refuses one."""
+        if not kernels:
+            return
+        self._core.Device(device.index).set_current()
+        stream = self._core.Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
+        arguments = [_packed(value) for value in values]
+        for kernel in kernels:
+            try:
+                config = self._core.LaunchConfig(grid=kernel.grid, block=kernel.block, shmem_size=kernel.shared)
+                self._core.launch(stream, config, self._kernel(device, kernel), *arguments)
+            except Exception as error:  # cuda.core's CUDAError is not public; anything else is told by its own message
+                if type(error).__name__ != "CUDAError":
+                    raise
+                raise driver_error(str(error), self.plan, kernel, device) from error
+
+    def _is_ready(self, device: torch.device, bounds_check: str, kernels: Sequence[KernelLaunch]) -> bool:
+        """Whether a launch needs nothing new: no memory that outlives it, no kernel to load."""
+        ready = all((device, kernel.symbol) in self._kernels for kernel in kernels)
+        return ready and (device, bounds_check) in self._watches
+
+    def _kernel(self, device: torch.device, kernel: KernelLaunch) -> Any:
+        """The kernel, ready to be launched on the current device, which is `device`."""
+        key = (device, kernel.symbol)
+        if key not in self._kernels:
+            found = self._code.get_kernel(kernel.symbol)
+            if kernel.opts_in:
+                self._opt_in(found, kernel, device)
+            self._kernels[key] = found
+        return self._kernels[key]
+
+    def _opt_in(self, found: Any, kernel: KernelLaunch, device: torch.device) -> None:
+        """Asks the driver for the shared memory of a kernel's blocks on the current device, which is `device`."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        ordinal = self._core.Device().device_id
+        (error,) = driver.cuKernelSetAttribute(attribute, kernel.shared, found.handle, ordinal)
+        if int(error) != 0:
+            raise driver_error(f"{error.name}: from cuKernelSetAttribute", self.plan, kernel, device)
+
+    def _watch(self, device: torch.device, bounds_check: str) -> Watch:
+        key = (device, bounds_check)
+        if key not in self._watches:
+            self._watches.setdefault(key, Watch.on(device))  # another thread's may be there by now, and in use
+        return self._watches[key]
+
+    def _settle(self, watch: Watch, words: list[int], bounds_check: str, note: str = "") -> None:
+        """Raises the mistake that the words tell of, once."""
+        error = mistake(self.plan.spec, words, bounds_check)
+        if error is not None:
+            watch.wipe()
+            if note:
+                error.add_note(note)
+            raise error
+
+
+def _packed(value: Value) -> Any:
+    """An argument as cuda.core passes it: an address as an int, a number as numpy's int64."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return 0 if value is None else numpy.int64(value)

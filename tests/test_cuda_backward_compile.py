@@ -1,0 +1,127 @@
+"""Every claim about the CUDA backward that a compiler can settle: no spills, registers, bytes in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from training import RULES, plan_of
+
+from embforge.codegen.build import build, source_of
+from embforge.codegen.params import CudaBackwardParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.rules import builtin
+from embforge.codegen.rules.rule import Rule, Update
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.targets.arch import ARCHS
+from embforge.codegen.targets.cuda_backward_geometry import row_buckets
+
+USUAL = CollectionSpec((TableSpec("t", 100_000, 128),), (FeatureSpec("f", "t"),), name="d128")
+MIXED = CollectionSpec(
+    (
+        TableSpec("wide", 1000, 1000),
+        TableSpec("usual", 1000, 64),
+        TableSpec("odd", 1000, 33, "bf16"),
+        TableSpec("half", 1000, 96, "fp16"),
+        TableSpec("small", 1000, 16, "fp8_e4m3"),
+        TableSpec("tail", 1000, 15),
+    ),
+    (
+        FeatureSpec("sum", "wide"),
+        FeatureSpec("mean", "usual", "mean", weighted=True),
+        FeatureSpec("max", "odd", "max"),
+        FeatureSpec("concat", "half", "concat", hotness=3),
+        FeatureSpec("none", "small", "none"),
+        FeatureSpec("sqrtn", "tail", "sqrtn", padding_idx=3),
+    ),
+    name="backward_mixed",
+)
+MOST_REGISTERS = 64
+WANTED_BYTES = {"sm_90": 32 << 10, "sm_100": 64 << 10}
+
+
+def cuda_plan(spec: CollectionSpec, rule: Rule | None, arch: str, op: str = "backward", **params: Any) -> Plan:
+    update = None if rule is None else Update(rule)
+    return Plan(op, "cuda", arch, "int64", spec, CudaBackwardParams(**params), update)
+
+
+def figures_of(plan: Plan) -> list[dict[str, Any]]:
+    """The figures of a plan's kernels, none of which may spill."""
+    figures = build(plan, resources=True).resources
+    for kernel in figures:
+        assert kernel["spill_bytes"] == 0, kernel
+        assert kernel["local_instructions"] == 0, kernel
+    return figures
+
+
+def test_registers_of_the_usual_table() -> None:
+    figures = figures_of(cuda_plan(USUAL, builtin.sgd(), "sm_90"))
+    assert len(figures) == 7
+    for kernel in figures:
+        assert kernel["registers"] <= MOST_REGISTERS, kernel
+
+
+@pytest.mark.parametrize("arch", WANTED_BYTES)
+def test_bytes_in_flight_of_the_usual_table(arch: str) -> None:
+    loops = [k["bytes_in_flight"] for k in figures_of(cuda_plan(USUAL, builtin.sgd(), arch)) if k["bytes_in_flight"]]
+    assert len(loops) == 2  # of chunks and of rows
+    assert min(loops) >= WANTED_BYTES[arch]
+
+
+@pytest.mark.parametrize(
+    ("rule", "arch", "op"),
+    [
+        (builtin.rowwise_adagrad(), "sm_75", "backward"),
+        (builtin.lamb(True), "sm_120", "backward"),
+        (None, "sm_100", "reduce"),
+        (None, "sm_80", "weight_gradient"),
+    ],
+)
+def test_nothing_spills(rule: Rule | None, arch: str, op: str) -> None:
+    figures_of(cuda_plan(MIXED, rule, arch, op))
+
+
+def test_lanes_of_eight_elements_spill_nothing() -> None:
+    spec = CollectionSpec(
+        (TableSpec("t", 1000, 64, "bf16"),), (FeatureSpec("f", "t"),), output_dtype="bf16", name="eight"
+    )
+    plan = cuda_plan(spec, builtin.sgd(), "sm_90")
+    assert row_buckets(plan)[0].elements == 8
+    figures_of(plan)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_no_rule_spills_on_any_architecture(rule: Rule, arch: str) -> None:
+    figures_of(cuda_plan(MIXED, rule, arch))
+    figures_of(cuda_plan(USUAL, rule, arch))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("output", ["fp32", "fp16", "bf16"])
+def test_nothing_else_spills_on_any_architecture(output: Any, arch: str) -> None:
+    spec = CollectionSpec(MIXED.tables, MIXED.features, output_dtype=output, name=MIXED.name)
+    for op in ("reduce", "weight_gradient"):
+        figures_of(cuda_plan(spec, None, arch, op))
+    for rule in (builtin.sgd(), builtin.rmsprop(), builtin.rowwise_adagrad(), builtin.adam(), builtin.lamb(True)):
+        figures_of(cuda_plan(spec, rule, arch))
+
+
+@pytest.mark.parametrize("block", [pytest.param(128, marks=pytest.mark.soak), 512])
+def test_every_block_size_compiles(block: int) -> None:
+    figures_of(cuda_plan(USUAL, builtin.adam(), "sm_89", block=block))
+
+
+def test_thousands_of_features_compile() -> None:
+    tables = tuple(TableSpec(f"t{i}", 1000, 8) for i in range(50))
+    features = tuple(FeatureSpec(f"f{i}", f"t{i % 50}") for i in range(1000))
+    plan = cuda_plan(CollectionSpec(tables, features, name="many"), builtin.sgd(), "sm_90")
+    assert "__device__ const Feature FEATURES[]" in source_of(plan)
+    assert build(plan).binary.stat().st_size > 0
+
+
+def test_simt_runs_the_same_symbols() -> None:
+    plan = plan_of(USUAL, builtin.sgd())
+    assert plan.symbol == cuda_plan(USUAL, builtin.sgd(), "sm_90").uri

@@ -10,6 +10,7 @@ PIP    := $(RUN)python -m pip --disable-pip-version-check --quiet
 READY  := $(VENV)/.ready-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 PEERS  := $(VENV)/.peers
 GOLDEN_SPECS := dlrm llm_vocab mixed
+GOLDEN_TRAINED := dlrm:rowwise_adagrad llm_vocab:adam mixed:sgd+l2
 
 .PHONY: help setup demo test soak bench lanes lint format typing golden wheel lock clean
 .DEFAULT_GOAL := help
@@ -50,6 +51,10 @@ golden: $(READY) ## regenerate generated/ from examples/specs
 	set -e; for spec in $(GOLDEN_SPECS); do \
 	    $(RUN)embforge gen $$spec --target cuda --arch sm_90 --arch sm_100 --sources-only --out generated/$$spec; \
 	    $(RUN)embforge gen $$spec --target cpu --arch avx512 --arch avx2 --arch neon --sources-only --out generated/$$spec; \
+	done; for pair in $(GOLDEN_TRAINED); do \
+	    spec=$${pair%%:*}; words="--train $${pair#*:} --sources-only --out generated/$$spec"; \
+	    $(RUN)embforge gen $$spec --target cuda --arch sm_90 $$words; \
+	    $(RUN)embforge gen $$spec --target cpu --arch avx512 $$words; \
 	done
 
 wheel: $(READY) ## dist/embforge-*.whl

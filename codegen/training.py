@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from embforge.codegen.errors import RuleError
 from embforge.codegen.layout import layout_of
@@ -68,8 +69,9 @@ def training_plans(
 ) -> dict[str, Plan]:
     """The plans by what they are for.
 
-    `forward`, `train` (the forward before a backward, often the same), `weight_gradient`; with an update `backward`,
-    without one or if gradients accumulate `reduce`; if they accumulate, `step` and `merge` on the rowwise spec.
+    `forward`, `train` (the forward before a backward, often the same), `weight_gradient` if a feature is weighted; with
+    an update `backward`, without one or if gradients accumulate `reduce`; if they accumulate, `step` and `merge` on the
+    rowwise spec.
     """
     params_behind = backward_params or params_type(target, "backward")()
 
@@ -77,7 +79,9 @@ def training_plans(
         used = params if op.startswith("forward") else params_behind
         return Plan(op, target, arch, ids, spec, used, update if op == "backward" else None)
 
-    plans = {"forward": plan("forward"), "weight_gradient": plan("weight_gradient")}
+    plans = {"forward": plan("forward")}
+    if any(feature.weighted for feature in spec.features):
+        plans["weight_gradient"] = plan("weight_gradient")
     plans["train"] = plan("forward_train") if keeps_for_backward(spec) else plans["forward"]
     if update is not None:
         plans["backward"] = plan("backward")
@@ -107,6 +111,8 @@ def update_named(text: str) -> Update | None:
             f"{', '.join('+' + m for m in MODIFIERS)} (one kind of weight decay), as adam+decoupled; or a JSON file of "
             "an optimizer's update.to_dict()"
         )
+    if "decoupled" in modifiers and name in OWN_DECAY:
+        raise RuleError(f"rule {text!r}: {name}'s own formula says where weights decay; use {name}+l2 for weight decay")
     decay: builtin.Decay = "l2" if "l2" in modifiers else "decoupled" if "decoupled" in modifiers else "none"
     rule = RULES[name]()
     if name in OWN_DECAY:
@@ -119,18 +125,36 @@ def name_of(update: Update) -> str | None:
     """A text that names the update, if a rule's name and modifiers can."""
     for count in range(len(MODIFIERS)):
         for modifiers in combinations(MODIFIERS, count):
-            if {"l2", "decoupled"} <= set(modifiers):
+            name = update.rule.name
+            if {"l2", "decoupled"} <= set(modifiers) or (name in OWN_DECAY and "decoupled" in modifiers):
                 continue
-            text = "+".join((update.rule.name, *modifiers))
-            if update.rule.name in RULES and update_named(text) == update:
+            text = "+".join((name, *modifiers))
+            if name in RULES and update_named(text) == update:
                 return text
     return None
 
 
+def numbers_named(text: str) -> dict[str, float]:
+    """Numbers for the rule that a JSON file may carry beside it, as `"hyper_values": {"beta": 0.9}`."""
+    found = _json_of(Path(text)) if text.endswith(".json") else {}
+    numbers = found.get("hyper_values", {}) if isinstance(found, dict) else {}
+    if not isinstance(numbers, dict) or not all(isinstance(number, int | float) for number in numbers.values()):
+        raise RuleError(f"{text}: hyper_values={numbers!r} is not allowed; an object of numbers by name")
+    return {name: float(number) for name, number in numbers.items()}
+
+
 def _update_from(path: Path) -> Update:
+    data = _json_of(path)
     try:
-        update = Update.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RuleError(f"{path}: not the JSON of an optimizer's update.to_dict(): {error}") from error
-    program_of(update.rule)
+        update = Update.from_dict(data)
+        program_of(update.rule)
+    except RuleError as error:
+        raise RuleError(f"{path}: {error}") from error
     return update
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RuleError(f"{path}: not the JSON of an optimizer's update.to_dict(): {error}") from error

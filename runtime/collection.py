@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embforge import ops
 from embforge.arguments import sequence_elements
@@ -20,8 +20,9 @@ from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of
-from embforge.storage.static import StaticTable
+from embforge.storage.static import StaticTable, Tables
 from embforge.training.calls import Programs
+from embforge.training.numbers import drawn_seed
 from embforge.training.trained import Trained
 from embforge.training.trainer import Trainer
 
@@ -56,31 +57,14 @@ class _Ready(NamedTuple):
     metadata: Any
 
 
-class _Tables(nn.Module):
-    """The tables by name. A name may hold a dot, which torch's own look for unexpected keys takes for a level."""
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        tables: Any = self._modules
-        known = {key for name, table in tables.items() for key in table.keys(f"{prefix}{name}.")}
-        unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
-
-
 class EmbeddingCollection(Trained):
     """All lookups of a spec in one fused kernel call.
 
-    `backend`: "cuda", "cpu", "simt" (the CUDA kernels executed on the CPU, slowly, every access checked) or
-    "reference"; None picks by device. `bounds_check`: "error" raises IndexError for an id outside its table, "zero"
-    takes such ids as absent, "unchecked" trusts them. `kernels`: a directory that `embforge gen` wrote, looked in
-    before the cache. `params`, `backward_params`: plan fields to use instead of the default.
+    `device`: where tables are; None: torch's default, as `with torch.device("meta")` sets it. `backend`: "cuda", "cpu",
+    "simt" (the CUDA kernels executed on the CPU, slowly, every access checked) or "reference"; None picks by device.
+    `bounds_check`: "error" raises IndexError for an id outside its table, "zero" takes such ids as absent, "unchecked"
+    trusts them. `kernels`: a directory that `embforge gen` wrote, looked in before the cache. `params`,
+    `backward_params`: plan fields to use instead of the default.
 
     `optimizer`: one of `ef.optim`, which updates rows in the backward pass (every forward's backward is one update), or
     with `accumulate=True` in `step()`; None: tables are parameters with sparse gradients for torch.optim.
@@ -89,7 +73,7 @@ class EmbeddingCollection(Trained):
     def __init__(
         self,
         spec: CollectionSpec,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         backend: BackendName | None = None,
         optimizer: Any = None,
         bounds_check: BoundsCheck = "error",
@@ -106,7 +90,7 @@ class EmbeddingCollection(Trained):
         if bounds_check not in BOUNDS_CHECKS:
             raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
         self.spec = spec
-        device = torch.device(device)
+        device = torch.get_default_device() if device is None else torch.device(device)
         self._trainer = Trainer(optimizer, accumulate, device)
         self._fused = optimizer is not None
         self._facade = None
@@ -117,7 +101,7 @@ class EmbeddingCollection(Trained):
         self.kernels = str(kernels) if kernels is not None else None
         self._params = _params(params, self.backend)
         self._backward_params = _params(backward_params, self.backend, "backward")
-        self.tables = _Tables()
+        self.tables = Tables()
         for table in self.layout.tables:
             # Past add_module's check: a table may be called `forward` or `type`.
             initial = optimizer.initial_states if self._fused else None
@@ -125,8 +109,8 @@ class EmbeddingCollection(Trained):
         self._ready: dict[torch.dtype, _Ready] = {}
         self._programs = self._program_texts(device)
         self.reset_parameters()
-        if self._fused:  # drawn behind the rows, so that these do not depend on the optimizer
-            self.seed(int(torch.randint(2**63 - 1, (), dtype=torch.int64)))
+        if self._fused and device.type != "meta":  # drawn behind the rows, so that these do not depend on the optimizer
+            self.seed(drawn_seed())
 
     def reset_parameters(self) -> None:
         """Draws all rows anew, uniformly from +-1/sqrt(rows); optimizer states and the step begin anew too."""
@@ -197,12 +181,20 @@ class EmbeddingCollection(Trained):
 
     def plan(self, id_dtype: str = "int64") -> Plan:
         """The plan that a call with such ids runs."""
-        return Plan("forward", self.backend, arch_of(self.backend, self.device), id_dtype, self.spec, self._params)
+        return self.plans(id_dtype)["forward"]
+
+    def plans(self, id_dtype: str = "int64") -> dict[str, Plan]:
+        """The plans of all that calls with such ids may run, by what they are for."""
+        return self._plans(id_dtype, self.device)
 
     def extra_repr(self) -> str:
         spec = self.spec
         sizes = f"{len(spec.tables)} tables, {len(spec.features)} features"
-        return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}"
+        trained = f", optimizer={self._trainer}" if self._fused else ""
+        trained += ", accumulate=True" if self._trainer.accumulate else ""
+        frozen = [name for name, table in self._tables().items() if not table.is_trained()]
+        trained += f", frozen: {', '.join(frozen)}" if frozen else ""
+        return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}{trained}"
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch[0]
@@ -210,10 +202,10 @@ class EmbeddingCollection(Trained):
             return self._lookup_to_train(tables, batch, sequence_rows)
         if self._must_be_seen(values):
             if self._fused and not _is_compiling() and _has_numbers(values):
-                self._trainer.note_forward(values)
+                self._trainer.note_forward()
             return self._call_operator(tables, batch, sequence_rows)
         if self._fused:
-            self._trainer.note_forward(values)
+            self._trainer.note_forward()
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
         if ready is None or ready[0] != [*map(_address, tables), *map(_size, tables)]:
@@ -241,20 +233,20 @@ class EmbeddingCollection(Trained):
         """A lookup that autograd records."""
         trainer, programs, storage = self._trainer, self._program(batch), self._storage(tables)
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        parameters = () if self._fused else tables
+        parameters, holders = ((), list(self._tables().values())) if self._fused else (tables, [])
         if not self._must_be_seen(batch.values) and not batch.values.is_meta:
             check_tables(self.layout, tables)
-            return trainer.lookup(programs, storage, batch, elements, parameters)
+            return trainer.lookup(programs, storage, holders, batch, elements, parameters)
         if trainer.numbers is None or trainer.accumulate:
             # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
             if _is_compiling() or _has_numbers(batch.values):
                 found: tuple[Tensor, Tensor | None] = _untraced(trainer.lookup)(
-                    programs, storage, batch, elements, parameters
+                    programs, storage, holders, batch, elements, parameters
                 )
                 return found
             return self._call_operator(tables, batch, sequence_rows)
         if not _is_compiling() and _has_numbers(batch.values):
-            trainer.note_forward(batch.values)
+            trainer.note_forward()
         trainer.take_scale()
         numbers = trainer.numbers
         anchor = numbers.anchor if any(storage.trainable) else numbers.anchor.detach()
@@ -295,13 +287,13 @@ class EmbeddingCollection(Trained):
 
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
-        arch = arch_of(self.backend, device)
         return {
-            dtype: self._trainer.programs(
-                self.spec, self.backend, arch, name, self._params, self._backward_params, self.kernels
-            )
-            for dtype, name in ID_DTYPES.items()
+            dtype: self._trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
         }
+
+    def _plans(self, id_dtype: str, device: torch.device) -> dict[str, Plan]:
+        arch = arch_of(self.backend, device)
+        return self._trainer.plans(self.spec, self.backend, arch, id_dtype, self._params, self._backward_params)
 
     def _program(self, batch: Batch) -> Programs:
         return self._programs[batch.values.dtype]

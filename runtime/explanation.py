@@ -13,23 +13,41 @@ from embforge.collection import EmbeddingCollection
 
 
 def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
-    """Backend, kernel and where it comes from, plan fields, buckets and memory. Compiles nothing."""
+    """Backend, optimizer, all kernels and where they come from, plan fields, buckets, memory. Compiles nothing."""
     if not isinstance(module, EmbeddingCollection):
         raise TypeError(f"explain takes an EmbeddingCollection, got {module!r}")
-    plan = module.plan(id_dtype)
+    plans = module.plans(id_dtype)
+    plan = plans["forward"]
+    behind = [plans[name] for name in plans if name not in ("forward", "train")]
+    roles = ROLES.items() if plan.target != "reference" else ()
     sections = [
         [f"{module.extra_repr()} on {module.device}, bounds_check={module.bounds_check}"],
         _kernel(plan, module.kernels),
-        _fields(plan),
+        _fields(plan, "plan fields"),
         ["buckets (features that share one inner loop):", *map(_bucket, plan.buckets)],
-        _memory(plan),
+        _memory(plan, module),
+        *(_kernel(plans[name], module.kernels, role) for name, role in roles if name in plans),
+        _fields(behind[0], "plan fields of the backward"),
     ]
     return "\n".join("\n  ".join(section) for section in sections if section)
 
 
-def _kernel(plan: Plan, kernels: str | None) -> list[str]:
+ROLES = {
+    "train": "kernel of a forward whose backward comes",
+    "backward": "kernel of the update in a backward",
+    "reduce": "kernel of the gradients of rows",
+    "weight_gradient": "kernel of the gradients of weights",
+    "step": "kernel of the update in step()",
+    "merge": "kernel of clip_grad_norm_()",
+}
+"""What plans of training are for."""
+
+
+def _kernel(plan: Plan, kernels: str | None, role: str = "kernel") -> list[str]:
     if plan.target == "reference":
         return ["kernel: none; plain torch operations"]
+    if role == ROLES["train"] and plan.op == "forward":
+        return [f"{role}: the same as without"]
     directory = Path(kernels) if kernels else None
     found = locate(plan, kernels=directory)
     if found:
@@ -38,12 +56,12 @@ def _kernel(plan: Plan, kernels: str | None) -> list[str]:
         place = "not built yet: compiled at the first call"
     else:
         place = f"missing, and EMBFORGE_JIT forbids compiling it; make it by `{gen_command(plan, directory)}`"
-    return [f"kernel: {plan.uri}", place]
+    return [f"{role}: {plan.uri}", place]
 
 
-def _fields(plan: Plan) -> list[str]:
+def _fields(plan: Plan, title: str) -> list[str]:
     listed = [f"{f.name} = {getattr(plan.params, f.name)}: {f.metadata['doc']}" for f in fields(plan.params)]
-    return ["plan fields (none changes a bit of the result):", *listed] if listed else []
+    return [f"{title} (none changes a bit of the result):", *listed] if listed else []
 
 
 def _bucket(bucket: Bucket) -> str:
@@ -54,7 +72,9 @@ def _bucket(bucket: Bucket) -> str:
     return f"{bucket.label}: rows of {bucket.row_bytes}{padding} bytes; {shown}"
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: Plan, module: EmbeddingCollection) -> list[str]:
     used = sum(t.row_bytes * t.table.num_embeddings for t in plan.layout.tables)
     held = sum(t.stride_bytes * t.table.num_embeddings for t in plan.layout.tables)
-    return [f"tables: {held / 1e6:.1f} MB, of which padding {(held - used) / 1e6:.1f} MB"]
+    states = sum(t.state_stride_bytes * t.table.num_embeddings for t in module.layout.tables)
+    beside = f"; states of the optimizer beside them: {states / 1e6:.1f} MB" if states else ""
+    return [f"tables: {held / 1e6:.1f} MB, of which padding {(held - used) / 1e6:.1f} MB{beside}"]

@@ -97,7 +97,7 @@ class _Parts(NamedTuple):
 
 def _normalise_any(spec: CollectionSpec, device: torch.device, parts: _Parts) -> Batch:
     values = _checked("values", parts.values, (_INT32, _INT64), device)
-    weights = None if parts.weights is None else _checked("weights", parts.weights, (_FLOAT32,), device)
+    weights = None if parts.weights is None else _checked("weights", _uncast(parts.weights), (_FLOAT32,), device)
     if weights is not None and weights.numel() != values.numel():
         raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
     features = len(spec.features)
@@ -121,6 +121,12 @@ def _normalise_any(spec: CollectionSpec, device: torch.device, parts: _Parts) ->
     if rows is not None:
         _check_rows(spec, rows, values, offsets, batch)
     return Batch(values, offsets.to(values.dtype), weights, batch, rows)
+
+
+def _uncast(weights: Any) -> Any:
+    """Weights that a model computed under torch.autocast, in the dtype that lookups take there and elsewhere."""
+    narrow = isinstance(weights, Tensor) and weights.dtype in (torch.float16, torch.bfloat16)
+    return weights.to(_FLOAT32) if narrow and torch.is_autocast_enabled(weights.device.type) else weights
 
 
 def _checked(name: str, tensor: Any, dtypes: Sequence[torch.dtype], device: torch.device) -> Tensor:

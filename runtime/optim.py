@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from embforge.codegen.errors import RuleError
@@ -57,18 +58,28 @@ class Optimizer:
     rounding: Rounding = "stochastic"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lr, int | float):
-            self._check_lr_tensor(self.lr)
-        else:
-            self._check("lr", self.lr)
-        self._check("weight_decay", self.weight_decay)
+        self.check("lr", self.lr)
+        self.check("weight_decay", self.weight_decay)
         if self.max_row_norm is not None:
-            self._check("max_row_norm", self.max_row_norm, above=True)
+            self.check("max_row_norm", self.max_row_norm)
         if self.rounding not in get_args(Rounding):
             allowed = ", ".join(map(repr, get_args(Rounding)))
             raise RuleError(f"{self._name}: rounding={self.rounding!r} is not allowed; allowed: {allowed}")
         for name, value in self._numbers().items():
-            self._check(name, value, below=1.0 if name in _FRACTIONS else math.inf)
+            self.check(name, value)
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuses a value that a number of this optimizer cannot have, now or while it trains: RuleError."""
+        if name == "lr" and not isinstance(value, Real):
+            if not hasattr(value, "numel") or value.numel() != 1 or not value.is_floating_point():
+                raise RuleError(
+                    f"{self._name}: lr={value!r} is not allowed; a number, or a floating point tensor of one element"
+                )
+            if value.device.type != "cpu":  # a look at it would wait for the device
+                return
+            value = float(value.detach())
+        below = 1.0 if name in _FRACTIONS else math.inf
+        self._check(name, value, below=below, above=name == "max_row_norm")
 
     @property
     def update(self) -> Update:
@@ -106,16 +117,10 @@ class Optimizer:
         return type(self).__name__
 
     def _check(self, name: str, value: float, *, below: float = math.inf, above: bool = False) -> None:
-        fits = isinstance(value, int | float) and 0 <= value < below and not (above and value == 0)
+        fits = _is_number(value) and 0 <= value < below and not (above and value == 0)
         if not fits:
             limit = f" < {below:g}" if math.isfinite(below) else ", a finite number"
             raise RuleError(f"{self._name}: {name}={value!r} is not allowed; 0 <{'' if above else '='} {name}{limit}")
-
-    def _check_lr_tensor(self, lr: Any) -> None:
-        if not hasattr(lr, "numel") or lr.numel() != 1 or not lr.is_floating_point():
-            raise RuleError(
-                f"{self._name}: lr={lr!r} is not allowed; a number, or a floating point tensor of one element"
-            )
 
 
 _FRACTIONS = ("beta1", "beta2", "alpha", "momentum")
@@ -242,8 +247,8 @@ class Ftrl(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("initial_accumulator_value", self.initial_accumulator_value)
-        if isinstance(self.lr, int | float):
-            self._check("lr", self.lr, above=True)  # it divides by lr
+        if not hasattr(self.lr, "numel"):
+            self._check("lr", self.lr, above=True)  # it divides by lr; while a schedule has it at 0, rows wait
 
     def _rule(self) -> Rule:
         return builtin.ftrl()
@@ -388,6 +393,15 @@ def custom(
         )
         module = ef.EmbeddingCollection(spec, optimizer=Signum(lr=0.01))
     """
+    for argument, given, kind, wanted in (
+        ("name", name, str, "a text"),
+        ("state", state, Mapping, 'a dict, such as {"m": "element"}'),
+        ("rule", rule, str, "a text of one or more lines"),
+        ("hyper", hyper or {}, Mapping, 'a dict, such as {"beta": 0.9}'),
+        ("initial", initial or {}, Mapping, 'a dict, such as {"m": 0.1}'),
+    ):
+        if not isinstance(given, kind):
+            raise RuleError(f"rule {name!r}: {argument}={given!r} is not allowed; {wanted}")
     lines = tuple(line.strip() for line in rule.splitlines() if line.strip() and not line.strip().startswith("#"))
     states = tuple(State(key, cast(Extent, extent)) for key, extent in state.items())
     defaults, start = dict(hyper or {}), dict(initial or {})
@@ -399,6 +413,11 @@ def custom(
     for key, value in (defaults | start).items():
         _finite(name, key, value)
     made = Rule(name, lines, states, tuple(defaults))
+    for key in defaults:
+        if key in _RESERVED or key.startswith(_OF_SCHEDULERS):
+            raise RuleError(
+                f"rule {name!r}: a number cannot be called {key!r}, which torch uses itself; choose another"
+            )
     for key in (*state, *defaults, *(step.name for step in program_of(made).steps)):
         if key in OPTIONS:
             raise RuleError(f"rule {name!r}: {key!r} is an option that every rule has; choose another name")
@@ -409,6 +428,15 @@ def custom(
     )
 
 
+_RESERVED = ("self", "params", "betas", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum")
+_OF_SCHEDULERS = ("initial_", "swa_")
+"""What the names of entries begin with that schedulers add to `module.optimizer.param_groups[0]`."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers are Real too
+
+
 def _finite(rule: str, name: str, value: float) -> None:
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_number(value) or not math.isfinite(value):
         raise RuleError(f"rule {rule!r}: {name}={value!r} is not allowed; a finite number")

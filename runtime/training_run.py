@@ -30,10 +30,10 @@ CASES = (
 
 
 class Trained(NamedTuple):
-    """What a run ends with: the module's state, and what its weights' gradients were."""
+    """What a run ends with: the module's state, and the gradients that others than the module got."""
 
     state: dict[str, Tensor]
-    weight_gradients: list[Tensor]
+    gradients: dict[str, Tensor]
 
 
 def training_run(
@@ -41,7 +41,8 @@ def training_run(
 ) -> Trained:
     """`steps` steps with batches and gradients drawn from the seed, on that many threads.
 
-    Rows start equal whatever the backend. `more` goes to the module.
+    Rows start equal whatever the backend. Without an optimizer they stay, and their sparse gradients count. `more`
+    goes to the module.
     """
     with _threads(threads):
         device = "cuda" if backend == "cuda" else "cpu"
@@ -49,16 +50,18 @@ def training_run(
         generator = torch.Generator().manual_seed(seed)
         for table in spec.tables:
             rows = torch.randn((table.num_embeddings, table.embedding_dim), generator=generator)
-            module.weight(table.name).copy_(rows.to(module.weight(table.name).dtype))
-        module.seed(seed)
-        gradients = []
+            with torch.no_grad():
+                module.weight(table.name).copy_(rows.to(module.weight(table.name).dtype))
+        if optimizer is not None:
+            module.seed(seed)
+        gradients: dict[str, Tensor] = {}
         for step in range(steps):
             drawn = draw_batch(spec, CASES[step % len(CASES)], seed * 1000 + step, device)
-            gradients.append(_step(module, drawn, generator))
+            gradients |= {f"{name}, step {step}": found for name, found in _step(module, drawn, generator).items()}
         return Trained({k: v.cpu() for k, v in module.state_dict().items()}, gradients)
 
 
-def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator) -> Tensor:
+def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator) -> dict[str, Tensor]:
     weights = drawn.weights
     if weights is not None:
         weights = weights.nan_to_num(1.0, 1.0, 1.0).clone().requires_grad_()
@@ -66,7 +69,21 @@ def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator)
     incoming = [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
     torch.autograd.backward(results, incoming)
     module.check()
-    return torch.zeros(0) if weights is None or weights.grad is None else weights.grad.cpu()
+    found = {} if weights is None or weights.grad is None else {"gradient of weights": weights.grad.cpu()}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            found[f"rows with a gradient of {name}"] = parameter.grad._indices().cpu()
+            found[f"gradient of {name}"] = parameter.grad._values().cpu()
+            parameter.grad = None
+    return found
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """What two tensors of equal numbers have in common: their bytes, with one pattern for all NaNs."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    size = flat.element_size()
+    numbers = flat.float() if flat.is_floating_point() else flat  # torch has no isnan for all formats
+    return flat.view(torch.uint8).view(-1, size).masked_fill(numbers.isnan()[:, None], 0xFF)
 
 
 @contextmanager

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from embforge import optim
 from embforge.codegen.errors import KernelBugError, RuleError
+from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import update_named
-from embforge.training_run import Trained, training_run
+from embforge.codegen.training import numbers_named, update_named
+from embforge.training_run import Trained, bits_of, training_run
 from embforge.verify import VerifyRow
 
 STEPS = 20
+ANY_NUMBER = 0.1
+"""For numbers of a rule of which nothing is known."""
 CLASSES: dict[str, type[optim.Optimizer]] = {
     "sgd": optim.SGD,
     "momentum": optim.Momentum,
@@ -38,13 +41,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Numbers that make a modifier of a rule's name show."""
 
 
-def optimizer_named(text: str) -> optim.Optimizer:
-    """The optimizer that a rule's name with modifiers stands for, as `adam+l2`. `RuleError` names what is allowed."""
+def optimizer_named(text: str) -> optim.Optimizer | None:
+    """The optimizer that a text names as `update_named` says; None for `none`. `RuleError` names what is allowed."""
+    update = update_named(text)
+    if update is None:
+        return None
+    if text.endswith(".json"):
+        return _optimizer_of(update, text)
     name, *modifiers = text.lower().split("+")
-    if update_named(text) is None or name not in CLASSES:
-        raise RuleError(f"rule {text!r} has no run to verify; allowed: {', '.join(CLASSES)}, with modifiers")
     options = {key: value for modifier in modifiers for key, value in OPTIONS[modifier].items()}
     return CLASSES[name](lr=0.05, **options)
+
+
+def _optimizer_of(update: Update, file: str) -> optim.Optimizer:
+    """A rule that is known only as such: with the file's numbers, or any."""
+    given = numbers_named(file)
+    if unknown := [name for name in given if name not in update.rule.hyper]:
+        raise RuleError(f"{file}: hyper_values has {unknown[0]!r}; the rule's are {', '.join(update.rule.hyper)}")
+    numbers = tuple((name, given.get(name, ANY_NUMBER)) for name in update.rule.hyper)
+    definition = optim.CustomRule(update.rule, numbers, ())
+    return optim.Custom(lr=0.05, rounding=update.rounding, definition=definition, numbers=numbers)
 
 
 def training_rows(
@@ -80,13 +96,13 @@ def training_rows(
 
 
 def _differences(got: Trained, want: Trained) -> tuple[list[str], float]:
-    pairs = {name: (got.state[name], tensor) for name, tensor in want.state.items()}
-    for step, (mine, theirs) in enumerate(zip(got.weight_gradients, want.weight_gradients, strict=True)):
-        pairs[f"gradient of weights in step {step}"] = (mine, theirs)
-    names = [name for name, (mine, theirs) in pairs.items() if not torch.equal(_bits(mine), _bits(theirs))]
-    distances = [float((pairs[n][0].float() - pairs[n][1].float()).abs().max()) for n in names if pairs[n][0].numel()]
-    return names, max(distances, default=0.0)
+    found, wanted = got.state | got.gradients, want.state | want.gradients
+    pairs = {name: (found.get(name, torch.zeros(0)), wanted.get(name, torch.zeros(0))) for name in found | wanted}
+    names = [name for name, (mine, theirs) in pairs.items() if not torch.equal(bits_of(mine), bits_of(theirs))]
+    return names, max((_distance(*pairs[name]) for name in names), default=0.0)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
+def _distance(mine: Tensor, theirs: Tensor) -> float:
+    if mine.shape != theirs.shape:
+        return float("inf")
+    return float((mine.float() - theirs.float()).abs().max())

@@ -22,7 +22,7 @@ from embforge.codegen.manifest import gen_command
 from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets import Target
+from embforge.codegen.targets import Source, Target
 
 
 def plan_of(dim: int = 4, **params: Any) -> Plan:
@@ -46,10 +46,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     fake = Target(
         name="cpu",
-        template="cpu/forward.cpp.j2",
+        sources={"forward": Source("cpu/forward.cpp.j2", lambda plan: {})},
         source_suffix=".cpp",
         binary_suffix=".so",
-        facts=lambda plan: {},
         compile=compile_,
         fingerprint=lambda plan: {"compiler": "fake 1.0"},
         resources=figures,

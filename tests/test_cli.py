@@ -155,9 +155,52 @@ def test_emitted_kernels_train_without_a_compiler(
         adam(*batch).sum().backward()
 
 
+OWN_RULE = {
+    "rule": {"name": "own", "lines": ["w -= lr * beta * g"], "states": [], "hyper": ["beta"]},
+    "rounding": "nearest",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("rule/lines", [5], "5 among lines or hyper numbers"),
+        ("rule/lines", ["w -= exp(g)"], "line 1 .*same bits"),
+        ("rule/lines", "w -= g", "'lines' is 'w -= g'; it must be a list"),
+        ("rule/states", ["m"], "'name' is missing in 'm'; it must be a text"),
+        ("rule/states", [{"name": "m", "extent": "all"}], "state 'm' is per 'all'"),
+        ("rule/hyper", {"beta": 1}, "'hyper' is .*it must be a list"),
+        ("rule/name", None, "'name' is None; it must be a text"),
+        ("rule", None, "'rule' is None; it must be an object"),
+        ("rounding", "up", "rounding='up' is not allowed; allowed: stochastic, nearest"),
+        ("hyper_values", {"gamma": 1}, "hyper_values has 'gamma'; the rule's are beta"),
+        ("hyper_values", [1], "hyper_values=.*an object of numbers"),
+    ],
+)
+def test_trained_by_a_file_that_is_wrong(tiny: str, tmp_path: Path, path: str, value: object, message: str) -> None:
+    data: Any = json.loads(json.dumps(OWN_RULE))
+    *parents, last = path.split("/")
+    for parent in parents:
+        data[parent][last] = value
+    if not parents:
+        data[last] = value
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(data))
+    assert re.search(rf"{file}: .*{message}", run("verify", tiny, "--train", file, code=2).stderr)
+
+
+def test_verify_trains_by_rules_of_ones_own_and_by_none(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text(json.dumps(OWN_RULE | {"hyper_values": {"beta": 0.5}}))
+    words = ("--on", "reference", "--quick", "--train", str(tmp_path / "own.json"), "--train", "none")
+    rows = [row for row in run_json("verify", tiny, *words)["checks"] if "training" in row["check"]]
+    assert [row["passed"] for row in rows] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["gen", "mixed", "--target", "cpu", "--train", "lamb+decoupled"], r"lamb\+decoupled.*use lamb\+l2"),
+        (["gen", "mixed", "--target", "cpu", "--accumulate"], "--accumulate works with --train only"),
         (["gen", "nowhere.toml", "--target", "cpu"], "nowhere.toml.*dlrm, llm_vocab, mixed"),
         (["gen", "mixed", "--target", "cpu", "--arch", "sse9"], "sse9.*avx512"),
         (["gen", "mixed", "--target", "cuda", "--arch", "sm_10"], "sm_10.*sm_75"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from embforge import optim
 from embforge.cases import Case, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.codegen.machine import X86_NEEDS, host_isa
@@ -19,6 +20,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
 from embforge.launch.cpu_backward import CpuBackward, CpuReduce, CpuWeightGradient
 from embforge.launch.gradients import Gradients
@@ -198,6 +200,20 @@ def test_hot_ids_and_many_ids() -> None:
     assert_same_update(kernel, world)
 
 
+def test_states_of_hot_rows_and_shared_sorts() -> None:
+    """A narrow table and a rule with states of both kinds, where threads share the sort and the longest run."""
+    spec = CollectionSpec((TableSpec("t", 5000, 12, "bf16"),), (FeatureSpec("f", "t"), FeatureSpec("g", "t", "mean")))
+    plan = plan_of(spec, rule=builtin.rowwise_adam())
+    kernel = CpuBackward(plan, build(plan).binary)
+    world = world_of(plan, Case(2), hyper=HYPER["adam"])
+    values = torch.randint(0, 5000, (52_000,), generator=torch.Generator().manual_seed(3))
+    values[8_000:20_500] = 4321
+    divisors = torch.tensor([[21_000.0], [9_000.0]])
+    world.batch = Batch(values, torch.tensor([0, 15_000, 22_000, 43_000, 52_000]), None, 2, None)
+    world.gradients = world.gradients._replace(divisors=divisors)
+    assert_same_update(kernel, world)
+
+
 def test_nothing_changes_where_a_backward_fails() -> None:
     plan = plan_of(rich_spec())
     kernel = CpuBackward(plan, build(plan).binary)
@@ -224,6 +240,79 @@ def test_nothing_changes_where_a_backward_fails() -> None:
         assert torch.equal(have, want)
     assert world.run(kernel).tolist() == [0.0]
     assert world.counters[0] == before.counters[0] + 1
+
+
+def test_nothing_changes_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(rich_spec())
+    kernel = CpuBackward(plan, build(plan).binary)
+    world = world_of(plan, Case(20), hyper=HYPER["rowwise_adagrad"])
+    before = world.copy()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    for allocation, error in (("empty", MemoryError), ("zeros", RuntimeError)):
+        with monkeypatch.context() as patched:
+            metadata = update_metadata_of(world.tables, world.sections, world.trainable, "error")
+            given = (world.batch, world.gradients, world.hyper, world.counters, "error")
+            patched.setattr(torch, allocation, full)
+            with pytest.raises(error, match="memory"):
+                kernel(metadata, world.tables, world.sections, *given)
+        assert all(torch.equal(a, b) for a, b in zip(world.bits(), before.bits(), strict=True))
+    assert world.run(kernel).tolist() == [0.0]
+
+
+def test_too_large_is_what_does_not_fit() -> None:
+    """A table of so many rows leaves 24 bits beside a row's number for where its gradients lie."""
+    tables = (TableSpec("long", 2**40, 4), TableSpec("wide", 10, 1024))
+    plan = plan_of(CollectionSpec(tables, (FeatureSpec("f", "long"), FeatureSpec("g", "wide"))), "reduce")
+    kernel = CpuReduce(plan, build(plan).binary)
+    rows = tuple(torch.zeros(10, table.embedding_dim) for table in tables)
+    metadata = update_metadata_of(rows, rows, [True, True], "error")  # no rule: no states
+
+    def found(batch: int, of_long: int, of_wide: int) -> list[list[int]]:
+        """Rows that occur, where the first bag of each feature has so many ids."""
+        offsets = torch.full((2 * batch + 1,), of_long)
+        offsets[0], offsets[batch + 1 :] = 0, of_long + of_wide
+        given = Batch(torch.ones(of_long + of_wide, dtype=torch.int64), offsets, None, batch, None)
+        pooled = torch.empty(batch, 1028)  # not all of it is read, or even there
+        pooled[0] = 1.0
+        reduced = kernel(metadata, rows, given, Gradients(pooled, None, None, None), "error")
+        return [ids.tolist() for ids, _ in reduced]
+
+    assert found(1, 1, 2**14) == [[1], [1]]  # many ids, few gradients
+    assert found(2**14, 0, 1) == [[], [1]]  # gradients that are not this table's
+    with pytest.raises(ValueError, match="too many for one backward"):
+        found(2**14, 1, 1)
+
+
+def test_flushing_denormals_changes_nothing() -> None:
+    """torch's mode is that of the calling thread: results would depend on who computes them."""
+    spec = CollectionSpec((TableSpec("t", 3000, 16),), (FeatureSpec("f", "t", "mean", weighted=True),))
+    values = torch.randint(0, 3000, (20_000,), generator=torch.Generator().manual_seed(1))
+    tiny = torch.rand(5_000, 16, generator=torch.Generator().manual_seed(2)) * 1e-37
+
+    def run(threads: int, flush: bool) -> list[Tensor]:
+        module = EmbeddingCollection(spec, backend="cpu", optimizer=optim.Adam(lr=1e-36))
+        module.weight("t").copy_(tiny[:3000] * 0.01)
+        weights = torch.ones(20_000, requires_grad=True)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(flush)
+        try:
+            results = module(values, torch.arange(0, 20_001, 4), weights)
+            results.backward(tiny)
+        finally:
+            torch.set_flush_denormal(False)
+            torch.set_num_threads(before)
+        assert weights.grad is not None
+        return [results.detach(), weights.grad, module.weight("t"), *module.optimizer_state("t").values()]
+
+    wanted = run(1, False)
+    assert 0 < float(wanted[0].abs().max()) < 1.1e-38
+    for threads in (1, 2):
+        for have, want in zip(run(threads, True), wanted, strict=True):
+            assert torch.equal(have.view(torch.int32), want.view(torch.int32))
 
 
 def test_threads_share_a_kernel() -> None:

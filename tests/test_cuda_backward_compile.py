@@ -109,6 +109,13 @@ def test_nothing_else_spills_on_any_architecture(output: Any, arch: str) -> None
         figures_of(cuda_plan(spec, rule, arch))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("params", [{"pipeline": (2, 5)}, {"pipeline": (8, 2)}, {"block": 512}, {"vector_bytes": 8}])
+@pytest.mark.parametrize("rule", [builtin.sgd(), builtin.rowwise_adagrad(), builtin.adam(), builtin.lamb(True)])
+def test_no_plan_field_spills(rule: Rule, params: dict[str, Any]) -> None:
+    figures_of(cuda_plan(MIXED, rule, "sm_90", **params))
+
+
 @pytest.mark.parametrize("block", [pytest.param(128, marks=pytest.mark.soak), 512])
 def test_every_block_size_compiles(block: int) -> None:
     figures_of(cuda_plan(USUAL, builtin.adam(), "sm_89", block=block))

@@ -10,7 +10,7 @@ import pytest
 
 from embforge.codegen.build import source_of
 from embforge.codegen.cache import sha256_of
-from embforge.codegen.cli.common import plans_for
+from embforge.codegen.cli.common import plans_for, training_plans_for
 from embforge.codegen.manifest import kernel_record
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
@@ -19,6 +19,8 @@ from embforge.codegen.targets import target_named
 ROOT = Path(__file__).parent.parent
 SPECS = ("dlrm", "llm_vocab", "mixed")
 KERNELS = (("cuda", "sm_90"), ("cuda", "sm_100"), ("cpu", "avx512"), ("cpu", "avx2"), ("cpu", "neon"))
+TRAINED = {"dlrm": "rowwise_adagrad", "llm_vocab": "adam", "mixed": "sgd+l2"}
+TRAINED_ON = (("cuda", "sm_90"), ("cpu", "avx512"))
 
 
 every_kernel = pytest.mark.parametrize(
@@ -33,9 +35,31 @@ def plan_of(spec: str, target: str, arch: str) -> Plan:
     return plan
 
 
+def training_plans_of(spec: str) -> list[Plan]:
+    read = CollectionSpec.from_toml(ROOT / f"examples/specs/{spec}.toml")
+    return [
+        plan
+        for target, arch in TRAINED_ON
+        for plan in training_plans_for(read, target, [arch], ["int64"], [], [TRAINED[spec]], False)
+        if plan.op != "forward"
+    ]
+
+
 @every_kernel
 def test_generated_source_is_current(spec: str, kernel: tuple[str, str]) -> None:
-    plan = plan_of(spec, *kernel)
+    check_source(spec, plan_of(spec, *kernel))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_generated_training_source_is_current(spec: str) -> None:
+    plans = training_plans_of(spec)
+    weighted = any(feature.weighted for feature in plans[0].spec.features)
+    assert {plan.op for plan in plans} >= {"backward", *(("weight_gradient",) if weighted else ())}
+    for plan in plans:
+        check_source(spec, plan)
+
+
+def check_source(spec: str, plan: Plan) -> None:
     path = ROOT / "generated" / spec / f"{plan.uri}{target_named(plan.target).source_suffix}"
     assert path.exists(), f"{path.relative_to(ROOT)} is missing: its plan changed; run `make golden`"
     assert source_of(plan) == path.read_text(encoding="utf-8"), "the source changed; run `make golden`, read the diff"
@@ -46,9 +70,8 @@ def test_manifest_lists_exactly_the_files(spec: str) -> None:
     directory = ROOT / "generated" / spec
     manifest = json.loads((directory / "manifest.json").read_text())
     expected = {}
-    for target, arch in KERNELS:
-        plan = plan_of(spec, target, arch)
-        source = f"{plan.uri}{target_named(target).source_suffix}"
+    for plan in [*(plan_of(spec, *kernel) for kernel in KERNELS), *training_plans_of(spec)]:
+        source = f"{plan.uri}{target_named(plan.target).source_suffix}"
         expected[plan.uri] = json.loads(json.dumps(kernel_record(plan, source_of(plan), source, None, None, [])))
     assert {record["uri"]: record for record in manifest["kernels"]} == expected
     on_disk = {path.name for path in directory.iterdir()} - {"manifest.json"}

@@ -190,6 +190,14 @@ def test_a_trust_ratio_without_norms_is_one() -> None:
         assert apply_rule(optimizer.update, hyper, 1, zeros, g, states)[0].tolist() == g.tolist()
 
 
+def test_ftrl_waits_while_lr_is_zero() -> None:
+    w, g = torch.tensor([[0.5, -0.0, 2.0]]), torch.tensor([[1.0, 0.0, -3.0]])
+    states = {"z": torch.tensor([[-0.0, 1.0, 2.0]]), "n": torch.full((1, 3), 0.1)}
+    new, found = apply_rule(optim.Ftrl().update, (0.0, 0.0, *optim.Ftrl().hyper_values), 1, g, w, states)
+    for have, want in ((new, w), (found["z"], states["z"]), (found["n"], states["n"])):
+        assert torch.equal(have.view(torch.int32), want.view(torch.int32))
+
+
 def test_row_norms_are_clipped_before_weights_decay() -> None:
     g, w = torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.ones(2, 2)
     optimizer = optim.SGD(1.0, weight_decay=0.5, max_row_norm=1.0)
@@ -279,6 +287,15 @@ def test_a_rule_of_a_user() -> None:
         (lambda: optim.custom("a", {}, "max_row_norm = 1\nw -= max_row_norm"), ["every rule has"]),
         (lambda: optim.custom("a", {}, "w -= lr * g", initial={"s": 1.0}), ["'s', which is no state"]),
         (lambda: optim.custom("a", {}, "w -= b * g", hyper={"b": "x"}), ["b='x'", "finite number"]),
+        (lambda: optim.custom("a", ["m"], "w -= lr * g"), ["state=['m'] is not allowed", "a dict"]),  # type: ignore[arg-type]
+        (lambda: optim.custom("a", {"m": 3}, "m = g\nw -= m"), ["state 'm' is per 3"]),  # type: ignore[dict-item]
+        (lambda: optim.custom("a", {3: "row"}, "w -= g"), ["state 3 is not a name"]),  # type: ignore[dict-item]
+        (lambda: optim.custom("a", {}, ["w -= lr * g"]), ["rule=['w -= lr * g'] is not allowed", "a text"]),  # type: ignore[arg-type]
+        (lambda: optim.custom("a", {}, "w -= lr * g", hyper=["b"]), ["hyper=['b'] is not allowed"]),  # type: ignore[arg-type]
+        *(
+            (lambda name=name: optim.custom("a", {}, f"w -= {name} * g", hyper={name: 1.0}), [repr(name)])
+            for name in ("params", "self", "betas", "initial_lr", "grad_scale", "lr")
+        ),
         (lambda: optim.custom("a", {}, "w = lr")(max_row_norm=1.0), ["'max_row_norm' changes neither"]),
     ],
 )

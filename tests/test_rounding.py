@@ -156,6 +156,16 @@ def test_stochastic_rounding_has_no_bias(name: str, value: float) -> None:
     assert abs(float(results.mean()) - exact) < 4 * error + step * 2.0**-16
 
 
+@pytest.mark.parametrize(("name", "step"), [("fp16", 2.0**-24), ("fp8_e4m3", 2.0**-9)])
+@pytest.mark.parametrize("share", [2.0**-18, 2.0**-17, 1.5 * 2.0**-16, 0.3, 0.5, 1 - 2.0**-17, 1 + 2.0**-16, 2.7])
+def test_tiny_numbers_are_right_in_the_mean_of_all_random_numbers(name: str, step: float, share: float) -> None:
+    """To half of what 16 bits resolve, however small the number."""
+    random = torch.arange(65536)[:, None]
+    x = torch.full((65536, 1), share * step)
+    mean = float(rounded(x, name, "stochastic", random).double().mean())
+    assert abs(mean / step - float(x[0, 0]) / step) <= 2.0**-17
+
+
 def test_fp32_is_left_alone_and_random_numbers_are_asked_for() -> None:
     x = torch.randn(3)
     assert rounded(x, "fp32", "stochastic") is x

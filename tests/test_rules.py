@@ -15,6 +15,7 @@ from embforge import optim
 from embforge.codegen.errors import RuleError
 from embforge.codegen.machine import find_compiler
 from embforge.codegen.render import render
+from embforge.codegen.rules import builtin
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.rules.language import MAX_LINES, program_of
 from embforge.codegen.rules.rule import Rule, State, Update
@@ -29,7 +30,7 @@ KITCHEN_SINK = optim.custom(
         s = max(s, mean(abs(int))) / 3 + 1e-3
         g += -int ** 2 - (-w) / 4
         double = double - (int - g) + 2 * sign(g)
-        warm = where(t > 3, 1, 1 / (1 + min(t, 3) ** 3 + abs(limit - 2) + sqrt(limit)))
+        warm = max(0.01, lr) / max(lr, 0.01) * where(t > 3, 1, 1 / (1 + min(t, 3) ** 3 + abs(limit - 2) + sqrt(limit)))
         root = sqrt(abs(double) / (7 / s - s * limit) + 1.5)
         value *= -(limit - 1) / (root - sum(double))
         w -= lr * warm * where(root <= norm(w - g), root / (value + 3), -0.0) - (s - (row - s))
@@ -65,6 +66,13 @@ OPTIMIZERS = {
     "kitchen_sink": KITCHEN_SINK(lr=0.3),
     "kitchen_sink_all": KITCHEN_SINK(lr=0.3, limit=1.25, weight_decay=0.1, max_row_norm=1.0),
     "spread_only": SPREAD(lr=0.1),
+    "still": optim.custom(
+        "still",
+        {state.name: state.extent for state in builtin.ftrl().states},
+        "\n".join(builtin.ftrl().lines),
+        dict.fromkeys(builtin.ftrl().hyper, 0.1),
+        initial={"z": -0.0},
+    )(lr=0.0),
 }
 
 
@@ -146,7 +154,7 @@ def test_generated_code_has_the_bits_of_torch(tmp_path: Path) -> None:
             )
             for state in update.rule.states
         }
-        for t in (1, 2, 7):
+        for t in (1, 2, 7, -1):  # the last must not run for ever
             new_w, new_states = apply_rule(update, hyper, t, g, w, states)
             for wide, row in itertools.product((0, 1), range(6)):
                 old = [state[row] for state in states.values()]
@@ -156,7 +164,7 @@ def test_generated_code_has_the_bits_of_torch(tmp_path: Path) -> None:
                 for key, state in zip(states, got, strict=True):
                     assert same_bits(state, new_states[key][row]), f"{where} state={key}"
             w, states = new_w, new_states
-        assert bool(w[:3].isfinite().all()), name  # or the bits would say little
+            assert t < 1 or bool(w[:3].isfinite().all()), name  # or the bits would say little
 
 
 def test_generated_code_reads_like_the_rule() -> None:
@@ -165,6 +173,25 @@ def test_generated_code_reads_like_the_rule() -> None:
     assert "//     w -= lr * (m / bias1) / (sqrt(v / bias2) + eps)" in text
     text = render("shared/rule.h.j2", rule_facts(optim.RowwiseAdagrad().update))
     assert "const V w_new = w - s.lr * g / row.root_s_new_plus_eps;" in text
+
+
+def test_the_text_of_a_rule_grows_with_the_rule() -> None:
+    """Neither nested calls nor chains of lines are spelled, or walked, more than once."""
+    nested = "lr"
+    for turn in range(30):
+        nested = f"{('min', 'max')[turn % 2]}({nested}, {turn})"
+    text = render("shared/rule.h.j2", rule_facts(Update(rule(f"w -= {nested} * g"))))
+    assert text.count("smaller_number(") == text.count("larger_number(") == 15 + 1
+    chain = ["a0 = norm(g)", *(f"a{n} = a{n - 1} * a{n - 1} + a{n - 1}" for n in range(1, MAX_LINES - 1))]
+    text = render("shared/rule.h.j2", rule_facts(Update(rule(*chain, f"w -= a{MAX_LINES - 2}"))))
+    assert text.count("row.a61 =") == 1
+
+
+def test_a_step_below_one_ends() -> None:
+    made = rule("w = beta ** t + 0 * g", hyper=("beta",))
+    g = torch.ones(1, 1)
+    for t, power in ((-5, 1.0), (0, 1.0), (2, 0.25)):
+        assert apply_rule(Update(made), (0.1, 0.0, 0.5), t, g, g, {})[0].item() == power
 
 
 def test_row_sum_is_sixteen_lanes() -> None:

@@ -25,6 +25,8 @@ ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
 """One of each kind: least shared memory, 16-byte loads, hardware fp8, 32-byte loads, fewer threads a multiprocessor."""
 CHUNKS = {"dlrm": 4, "llm_vocab": 1, "mixed": 8}
 """Tests that a spec's plans are divided among, so that workers of pytest-xdist have equal parts."""
+ALWAYS = {"dlrm": 4, "llm_vocab": 1, "mixed": 2}
+"""How many of these every run of the tests has; the others, whose images take seconds to compile, are for the soak."""
 
 
 @cache
@@ -47,7 +49,14 @@ def covering_plans(name: str) -> list[Plan]:
     return distinct(plans)
 
 
-@pytest.mark.parametrize(("name", "chunk"), [(name, i) for name, count in CHUNKS.items() for i in range(count)])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        pytest.param(name, chunk, marks=() if chunk < ALWAYS[name] else pytest.mark.soak)
+        for name, count in CHUNKS.items()
+        for chunk in range(count)
+    ],
+)
 def test_every_pair_of_plan_fields(name: str, chunk: int) -> None:
     plans = covering_plans(name)
     assert len(plans) > 20 and {plan.arch for plan in plans} == set(ARCHS)

@@ -45,8 +45,8 @@ ID_CHOICES = {"int64": ("int64",), "int32": ("int32",), "both": ("int64", "int32
     multiple=True,
     metavar="RULE",
     help="Emit what training by this rule takes, too: sgd, adam, rowwise_adagrad, ... with +l2, +decoupled, +clip or "
-    "+nearest for options that change the code, as adam+decoupled; none: sparse gradients for torch.optim. May be "
-    "repeated. Numbers such as the learning rate are never compiled in.",
+    "+nearest for options that change the code, as adam+decoupled; a JSON file of an optimizer's update.to_dict(); "
+    "none: sparse gradients for torch.optim. May be repeated. Numbers such as the learning rate are never compiled in.",
 )
 @click.option("--accumulate", is_flag=True, help="With --train: the kernels of accumulate=True, too.")
 @click.option("--sources-only", is_flag=True, help="Emit sources and the manifest, compile nothing.")
@@ -71,6 +71,8 @@ def gen(
     """
     from embforge.codegen.manifest import MANIFEST
 
+    if accumulate and not rules:
+        raise click.UsageError("--accumulate works with --train only; say by which rule, as --train adam")
     chosen = archs or default_archs(target)
     if rules:
         plans = training_plans_for(spec, target, chosen, ID_CHOICES[ids], overrides, rules, accumulate)

@@ -51,7 +51,8 @@ COUNTED_WORKLOAD = "uniform,len=geo:20,batch=256"
     "rules",
     multiple=True,
     metavar="RULE",
-    help="Train by this rule, too, and compare rows and states: sgd, adam, adam+l2, ... May be repeated.",
+    help="Train by this rule, too, and compare rows and states: sgd, adam, adam+l2, ..., a JSON file of an "
+    "optimizer's update.to_dict() (numbers from its hyper_values, or 0.1), or none: sparse gradients. May be repeated.",
 )
 @click.option("--counters", is_flag=True, help="With --on simt: count what memory instructions cost, kernel by kernel.")
 @click.option("--workload", help=f"The batch that --counters counts.  [default: {COUNTED_WORKLOAD}]")
@@ -88,9 +89,9 @@ def verify(
     --on cuda writes a report file, also if kernels fail: please attach it to an issue, whatever it says.
     """
     from embforge.codegen.cli.report import report_data, report_name, verdict, why_not_writable, write_report
-    from embforge.codegen.training import update_named
     from embforge.tuner.workload import parse
     from embforge.verify import verify as run_checks
+    from embforge.verify_training import optimizer_named
 
     if on != "simt" and (arch or counters):
         raise click.UsageError(f"{'--arch' if arch else '--counters'} works with --on simt only", ctx)
@@ -100,7 +101,7 @@ def verify(
     if counters:
         parse(workload)  # a mistake in it shows before the long work
     for rule in rules:
-        update_named(rule)
+        optimizer_named(rule)
     if on == "cuda" or report_path is not None:
         directory = report_path.parent if report_path is not None else Path()
         if (reason := why_not_writable(directory)) is not None:

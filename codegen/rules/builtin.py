@@ -78,12 +78,13 @@ def rmsprop() -> Rule:
 
 
 def ftrl() -> Rule:
-    """McMahan et al. 2013, with its learning rate `lr / (beta + sqrt(n))`."""
+    """McMahan et al. 2013, with its learning rate `lr / (beta + sqrt(n))`. With lr = 0 it leaves all as it is."""
     lines = (
         "squares = n + g * g",
-        "z += g - (sqrt(squares) - sqrt(n)) / lr * w",
-        "n = squares",
-        "w = where(abs(z) > l1, (l1 * sign(z) - z) / ((beta + sqrt(n)) / lr + l2), 0)",
+        "z = where(lr > 0, z + (g - (sqrt(squares) - sqrt(n)) / lr * w), z)",
+        "n = where(lr > 0, squares, n)",
+        "solved = where(abs(z) > l1, (l1 * sign(z) - z) / ((beta + sqrt(n)) / lr + l2), 0)",
+        "w = where(lr > 0, solved, w)",
     )
     return Rule("ftrl", lines, (State("z"), State("n")), ("beta", "l1", "l2"))
 

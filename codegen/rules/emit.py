@@ -40,7 +40,7 @@ _RESERVED = """
 """Words that no name in C++ can be, and macros that look like names."""
 _IN_SCOPE = """
     s row g w t state row_state hyper total dim value root magnitude smaller larger chosen spread power scalars open
-    term close finish apply sqrt fabs
+    term close finish apply sqrt fabs smaller_number larger_number
 """
 """Names that mean something where the template puts locals."""
 _NO_FIELD = frozenset(_RESERVED.split())
@@ -49,6 +49,7 @@ _NO_LOCAL = _NO_FIELD.union(_IN_SCOPE.split())
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 _UNARY, _ATOM = 3, 4
 _CALLS = {"sqrt": "root", "abs": "magnitude", "min": "smaller", "max": "larger"}
+_FP64_CALLS = {"sqrt": "sqrt", "abs": "fabs", "min": "smaller_number", "max": "larger_number"}
 _WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "over", "sqrt": "root", "abs": "magnitude", "power": "to_the_t"}
 _NUMBERS = {1.0: "one", 2.0: "two"}
 
@@ -64,10 +65,16 @@ class _Emitter:
     def __init__(self, program: Program) -> None:
         self.program = program
         states = program.rule.states
-        self.steps = {step.name: step for step in program.steps}
         self.element_states = [state.name for state in states if state.extent == "element"]
         self.row_states = [state.name for state in states if state.extent == "row"]
         self.folds = [step.name for step in program.reductions]
+        self.stages: dict[str, int] = {}
+        """Of each step that is a row's number: the last reduction that it waits for, -1 for none."""
+        for step in program.steps:  # a step refers to earlier ones only
+            if isinstance(step, Reduction):
+                self.stages[step.name] = self.folds.index(step.name)
+            elif step.kind == Kind.ROW:
+                self.stages[step.name] = self.stage(step.value)
         self.scalars: dict[str, tuple[str, Node]] = {}
         """Field and value by the value's text."""
         self.row: dict[str, tuple[str, int, str]] = {}
@@ -106,11 +113,12 @@ class _Emitter:
             "closes": closes,
             "finish": finish,
             "apply": apply,
-            "has_power": any(
-                isinstance(node, Operation) and node.operator == "power"
+            "scalar_calls": {
+                node.operator
                 for step in self.program.steps
                 for node in nodes_of(step.value)
-            ),
+                if isinstance(node, Operation) and node.kind == Kind.SCALAR
+            },
         }
 
     # ---- Once a call ----------------------------------------------------------------------------------
@@ -153,12 +161,12 @@ class _Emitter:
             left, right, yes, no = (self.fp64(operand, 1) for operand in node.operands)
             return f"({left} {node.relation} {right} ? {yes} : {no})"
         if node.operator in ("min", "max"):
-            left, right = (self.fp64(operand, 1) for operand in node.operands)
-            return f"({left} {'<' if node.operator == 'min' else '>'} {right} ? {left} : {right})"
+            left, right = (self.fp64(operand) for operand in node.operands)
+            return f"{_FP64_CALLS[node.operator]}({left}, {right})"
         if node.operator == "power":
             return f"power({self.fp64(node.operands[0])}, t)"
-        if node.operator in _CALLS:
-            return f"{'sqrt' if node.operator == 'sqrt' else 'fabs'}({self.fp64(node.operands[0])})"
+        if node.operator in _FP64_CALLS:
+            return f"{_FP64_CALLS[node.operator]}({self.fp64(node.operands[0])})"
         return self.infix(node, least, self.fp64)
 
     # ---- Once a row -----------------------------------------------------------------------------------
@@ -173,14 +181,8 @@ class _Emitter:
 
     def stage(self, node: Node) -> int:
         """The last reduction that the value waits for."""
-        latest = -1
-        for part in nodes_of(node):
-            if isinstance(part, Reference) and part.kind == Kind.ROW:
-                step = self.steps[part.name]
-                latest = max(
-                    latest, self.folds.index(step.name) if isinstance(step, Reduction) else self.stage(step.value)
-                )
-        return latest
+        names = [part.name for part in nodes_of(node) if isinstance(part, Reference) and part.kind == Kind.ROW]
+        return max((self.stages[name] for name in names), default=-1)
 
     def row_number(self, node: Node) -> str:
         """A row's number where elements are computed: computed once a row, so always a field."""

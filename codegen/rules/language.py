@@ -122,7 +122,7 @@ class _Parser:
             self.fail(f"{what} {name!r} is declared twice, or one of {', '.join(dict.fromkeys((*GIVEN, *HYPER)))}")
 
     def check_name(self, what: str, name: str) -> None:
-        if not _NAME.fullmatch(name) or len(name) > 32:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 32:
             self.fail(f"{what} {name!r} is not a name; {_NAME_ALLOWED}")
         if name in FUNCTIONS or name in FOLDS or name in INEXACT:
             self.fail(f"{what} {name!r} has the name of a function; choose another")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from embforge.codegen.errors import RuleError
 
 Extent = Literal["element", "row"]
 """How much a state holds: a number an element of the table, or one a row."""
@@ -48,7 +50,23 @@ class Update:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Update:
-        rule = data["rule"]
-        states = tuple(State(**state) for state in rule["states"])
-        return cls(Rule(rule["name"], tuple(rule["lines"]), states, tuple(rule["hyper"])), data["rounding"])
+    def from_dict(cls, data: Any) -> Update:
+        """`RuleError` names what has the wrong type. What the rule says is not checked here."""
+        rule = _field(data, "rule", dict)
+        lines, states, hyper = (_field(rule, key, list | tuple) for key in ("lines", "states", "hyper"))
+        for text in (*lines, *hyper):
+            if not isinstance(text, str):
+                raise RuleError(f"{text!r} among lines or hyper numbers is not allowed; texts are")
+        kept = tuple(State(_field(state, "name", str), _field(state, "extent", str)) for state in states)
+        rounding = _field(data, "rounding", str)
+        if rounding not in get_args(Rounding):
+            raise RuleError(f"rounding={rounding!r} is not allowed; allowed: {', '.join(get_args(Rounding))}")
+        return cls(Rule(_field(rule, "name", str), tuple(lines), kept, tuple(hyper)), rounding)
+
+
+def _field(data: Any, key: str, kind: Any) -> Any:
+    if not isinstance(data, dict) or not isinstance(data.get(key), kind):
+        found = repr(data.get(key)) if isinstance(data, dict) else f"missing in {data!r}"
+        wanted = {str: "a text", dict: "an object"}.get(kind, "a list")
+        raise RuleError(f"{key!r} is {found[:80]}; it must be {wanted}")
+    return data[key]

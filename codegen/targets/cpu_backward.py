@@ -69,7 +69,6 @@ def reduce_facts(plan: Plan) -> dict[str, Any]:
         "scaled_width": sum(f["dim"] for f in features if f["source"] == "scaled"),
         "any_items": not all(kind.direct for kind in kinds),
         "exponent_mask": EXPONENT[plan.spec.output_dtype],
-        "least_shift": min(table["shift"] for table in tables),
     }
 
 

@@ -47,6 +47,38 @@
 namespace embforge {
 namespace {
 
+// While one exists, this thread computes with denormals, whatever mode its owner set (torch.set_flush_denormal): the
+// mode is a thread's own, and results must not depend on which thread computes them.
+class Denormals {
+#if defined(__x86_64__)
+    static constexpr uint64_t FLUSHING = 0x8040;  // of results to zero, and of operands
+    static uint64_t mode() { return __builtin_ia32_stmxcsr(); }
+    static void set_mode(uint64_t mode) { __builtin_ia32_ldmxcsr(uint32_t(mode)); }
+#elif defined(__aarch64__)
+    static constexpr uint64_t FLUSHING = 1 << 24 | 1 << 19 | 1;  // FZ, FZ16, FIZ
+    static uint64_t mode() {
+        uint64_t mode;
+        asm volatile("mrs %0, fpcr" : "=r"(mode)::"memory");
+        return mode;
+    }
+    static void set_mode(uint64_t mode) { asm volatile("msr fpcr, %0" ::"r"(mode) : "memory"); }
+#else
+    static constexpr uint64_t FLUSHING = 0;
+    static uint64_t mode() { return 0; }
+    static void set_mode(uint64_t) {}
+#endif
+    const uint64_t before = mode();
+
+public:
+    Denormals() {
+        if (UNLIKELY(before & FLUSHING)) set_mode(before & ~FLUSHING);
+    }
+    Denormals(const Denormals&) = delete;
+    ~Denormals() {
+        if (UNLIKELY(before & FLUSHING)) set_mode(before);
+    }
+};
+
 // ---- Vectors of fp32 and the conversions in and out of them (NEON) -------------------
 
 constexpr int WIDTH = 4;  // fp32 lanes of a vector
@@ -829,12 +861,14 @@ extern "C" int64_t forward_cpu_neon_dlrm_26t_26f_int64_5c504f82ed(
     const int64_t bags = FEATURES * batch;
     if (offsets[0] != 0 || offsets[bags] != num_values) return 1;
     if (!offsets_are_good(call, 0, bags) || !concat_bags_fit(call)) return 1;
+    const Denormals on;
     Schedule schedule(call);
     if (!schedule.place_records()) return 3;
     if (schedule.pieces == 1) {
         schedule.run_piece(0);
     } else {
         const auto body = [](int64_t first, int64_t last, void* context) {
+            const Denormals on;
             for (int64_t piece = first; piece < last; ++piece) static_cast<Schedule*>(context)->run_piece(int(piece));
         };
         parallel_for(0, schedule.pieces, 1, body, &schedule);

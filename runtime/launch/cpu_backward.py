@@ -94,7 +94,6 @@ class CpuBackward(_CpuSorting):
 
     def __init__(self, plan: Plan, library: Path) -> None:
         super().__init__(plan, library, (*GRADIENTS, "hyper", "counters", *SORTING))
-        self._fine = torch.zeros(1, device="cpu")
 
     def __call__(
         self,
@@ -115,6 +114,7 @@ class CpuBackward(_CpuSorting):
         values, offsets, weights, size, _ = batch
         pooled, sequence, divisors, winners = gradients
         threads = get_num_threads()
+        verdict = torch.zeros(1, device="cpu")  # before the first write, as all that can fail
         workspace = self._take(batch, threads)
         status = self._call(
             self._pack(
@@ -138,9 +138,9 @@ class CpuBackward(_CpuSorting):
         )
         self._free.append(workspace)
         if status == OK:
-            return self._fine.clone()
+            return verdict
         if status == NOT_FINITE:
-            return torch.full_like(self._fine, torch.inf)
+            return verdict.fill_(torch.inf)
         self._raise(status, batch, bounds_check)
         raise AssertionError
 

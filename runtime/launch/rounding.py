@@ -109,4 +109,5 @@ def _subnormal(steps: Tensor, chance: Tensor | None) -> Tensor:
     if chance is None:
         return steps.round().long()  # half to even
     whole = steps.floor()
-    return whole.long() + ((steps - whole) * 65536 > chance.to(steps.dtype))
+    middle = chance.to(steps.dtype) + 0.5  # of what 16 bits leave open: right to 2^-17 of a step in the mean
+    return whole.long() + ((steps - whole) * 65536 > middle)

@@ -129,9 +129,9 @@ class _Evaluation:
 
 
 def power(base: np.float64, exponent: int) -> np.float64:
-    """By squaring, lowest bit of the exponent first: the same roundings as in the generated code."""
+    """By squaring, lowest bit of the exponent first: the same roundings as in the generated code. 1 from 0 downward."""
     result = np.float64(1.0)
-    while exponent:
+    while exponent > 0:
         if exponent & 1:
             result = result * base
         base, exponent = base * base, exponent >> 1

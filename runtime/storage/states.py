@@ -12,7 +12,8 @@ from embforge.memory import ask_for_huge_pages
 def allocate_section(layout: TableLayout, device: torch.device) -> Tensor:
     """Zeros for the states that do not lie in the rows' padding, `[rows, numbers a row]`, maybe none a row."""
     shape = (layout.table.num_embeddings, layout.state_stride_bytes // STATE_BYTES)
-    section = torch.empty(shape, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):  # as the rows
+        section = torch.empty(shape, dtype=torch.float32, device=device)
     if section.is_cpu:
         ask_for_huge_pages(section)
     return section if section.is_meta else section.zero_()
@@ -35,3 +36,9 @@ def _view(layout: TableLayout, state: StateLayout, rows: Tensor, section: Tensor
     empty = torch.empty(0, dtype=torch.float32, device=rows.device)
     stride = layout.stride_bytes // STATE_BYTES
     return empty.set_(rows.untyped_storage(), begin, (rows.shape[0],), (stride,))
+
+
+def versioned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it was made in inference mode: changes are known by a version, which it has not."""
+    with torch.inference_mode(False):
+        return tensor.clone() if tensor.is_inference() else tensor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import TableLayout
 from embforge.memory import ask_for_huge_pages
-from embforge.storage.states import allocate_section, state_views
+from embforge.storage.states import allocate_section, state_views, versioned
 
 MADE = "_embforge_made"
 """A parameter's attribute: where the numbers of a coalesced gradient lie that is on its way to it."""
@@ -78,6 +78,15 @@ class StaticTable(nn.Module):
             _mark_gradients(self.weight)
         self.trainable = wanted
 
+    def requires_grad_(self, requires_grad: bool = True) -> StaticTable:
+        """As `set_trainable`: of a fused table there is no parameter that would say it."""
+        self.set_trainable(requires_grad)
+        return self
+
+    def is_trained(self) -> bool:
+        """Whether it is not frozen."""
+        return self.trainable if self._fused else self.weight.requires_grad
+
     def can_train(self) -> bool:
         """Whether anything can train the table as it is held."""
         return self._fused or self.weight.dtype.itemsize > 1
@@ -123,7 +132,7 @@ class StaticTable(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._fused:
-            self._hold(self.block, self.section)
+            self._hold(versioned(self.block), versioned(self.section))
         else:
             _mark_gradients(self.weight)  # hooks are not in a pickle
 
@@ -187,6 +196,31 @@ class StaticTable(nn.Module):
             self.section = torch.empty((self.layout.table.num_embeddings, 0), device=device)
 
 
+class Tables(nn.Module):
+    """The tables by name. A name may hold a dot, which torch's own look for unexpected keys takes for a level."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tables:
+        """Fused tables have no parameters that torch's own would find."""
+        for table in self._modules.values():
+            assert table is not None
+            table.requires_grad_(requires_grad)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        tables: Any = self._modules
+        known = {key for name, table in tables.items() for key in table.keys(f"{prefix}{name}.")}
+        unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
+
+
 def allocate(layout: TableLayout, device: torch.device) -> Tensor:
     """Uninitialised rows of a table; the padding between rows, if any, is zero."""
     return allocate_block(layout, device)[:, : layout.table.embedding_dim]
@@ -196,7 +230,8 @@ def allocate_block(layout: TableLayout, device: torch.device) -> Tensor:
     """All memory of a table: rows with their padding."""
     table = layout.table
     dtype = getattr(torch, DTYPES[table.dtype].torch_name)
-    block = torch.empty((table.num_embeddings, layout.stride_elements), dtype=dtype, device=device)
+    with torch.inference_mode(False):  # what is made there has no version, by which changes are known
+        block = torch.empty((table.num_embeddings, layout.stride_elements), dtype=dtype, device=device)
     if block.is_cpu:
         ask_for_huge_pages(block)
     if layout.stride_elements > table.embedding_dim and not block.is_meta:

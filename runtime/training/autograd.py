@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,13 @@ from embforge.training.calls import (
 )
 from embforge.training.numbers import Numbers
 
-Sink = Callable[[Storage, list[tuple[Tensor, Tensor]]], None]
+Sink = Callable[[Gradients, list[tuple[Tensor, Tensor]]], Tensor]
+
+
+class Holder(Protocol):
+    """Who knows whether a table is trained."""
+
+    trainable: bool
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,15 @@ class Call:
 
     programs: Programs
     storage: Storage
+    holders: Sequence[Holder]
+    """Of the tables of a fused optimizer: what is frozen between a forward and its backward is not trained."""
     sequence_elements: int
     numbers: Numbers | None
     """Of a fused optimizer; without one, gradients go to the tables."""
     parameters: Sequence[Tensor]
     """The tables as parameters, without a fused optimizer."""
     accumulate: Sink | None
-    """Takes what a backward reduced, if gradients accumulate."""
+    """Takes what a backward reduced, if gradients accumulate, and says whether it may be used."""
 
 
 class Lookup(torch.autograd.Function):
@@ -101,14 +109,15 @@ def versions_of(call: Call) -> list[int]:
 
 
 def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> Tensor:
+    storage, trainable = call.storage, [holder.trainable for holder in call.holders]
+    if trainable != storage.trainable:
+        if True not in trainable:
+            return torch.zeros(1, device=gradients.pooled.device)
+        storage = replace(storage, trainable=trainable)
     if call.accumulate is None:
         with numbers.lock:
-            return run_update(call.programs.backward, call.storage, batch, gradients, numbers.hyper, numbers.counters)
-    reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)
-    call.accumulate(call.storage, reduced)
-    # A gradient scaler looks for what is not finite here; the gradients themselves are not torch's to see.
-    finite = [gradient.isfinite().all() for _, gradient in reduced]
-    return torch.where(torch.stack(finite).all(), 0.0, torch.inf).reshape(1)
+            return run_update(call.programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
+    return call.accumulate(gradients, run_reduce(call.programs.reduce, storage, batch, gradients))
 
 
 def _sparse(table: Tensor, rows: Tensor, gradient: Tensor) -> Tensor:

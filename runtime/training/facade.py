@@ -8,12 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embforge.codegen.rules.rule import HYPER
+from embforge.training.group import Group, Groups
 from embforge.training.numbers import Numbers
-
-NOT_FOR_USERS = tuple(name for name in HYPER if name != "lr")
-"""Numbers that are not hyperparameters of the rule."""
-
 
 SCALER_UNKNOWN = (
     "scaler.step(module.optimizer): the module does not know this GradScaler, so its rows were updated from gradients "
@@ -29,50 +25,28 @@ class Steps(Protocol):
     def has_grad_scaler(self) -> bool: ...
 
 
-class _Group(dict[str, Any]):
-    """A parameter group whose numbers are where kernels read them: writing one is all that it takes."""
-
-    def __init__(self, numbers: Numbers, entries: dict[str, Any]) -> None:
-        super().__init__(entries)
-        self._numbers = numbers
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self._numbers.names and key not in NOT_FOR_USERS:
-            self._numbers.set(key, value)
-            if isinstance(value, Tensor) or isinstance(self.get(key), Tensor):
-                value = self._numbers.live(key)  # what is written into this tensor is where kernels read it
-        super().__setitem__(key, value)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-
 class FusedOptimizer(Optimizer):
     """Rows are updated by the backward pass. This object carries the hyperparameters, in `param_groups[0]`.
 
-    `step()` acts only if gradients accumulate, `zero_grad()` drops what has accumulated.
+    `step()` acts only if gradients accumulate, `zero_grad()` drops what has accumulated. Copies and pickles are those
+    of the module's copy: they hold the whole module, unless that is copied along with them.
     """
 
     _step_supports_amp_scaling = True
     """Makes a GradScaler call `step()` always, and say so: rows look after what is not finite themselves."""
 
-    def __init__(self, module: Steps, numbers: Numbers, *, tensor_lr: bool) -> None:
-        names = [name for name in numbers.names if name not in NOT_FOR_USERS]
-        values: dict[str, Any] = {name: numbers.get(name) for name in names}
-        if tensor_lr:
-            values["lr"] = numbers.live("lr")
-        group = _Group(numbers, {"params": [numbers.anchor], **values})
-        super().__init__([group], dict(values))
+    def __init__(self, module: Steps, numbers: Numbers, check: Callable[[str, Any], None], *, tensor_lr: bool) -> None:
+        self._group = group = Group(numbers, check, tensor_lr=tensor_lr)
+        super().__init__([group], {key: value for key, value in group.items() if key != "params"})
+        self.param_groups = Groups(self.param_groups)
         self._module, self._numbers = module, numbers
 
     def moved(self) -> None:
         """The numbers have gone to another device."""
-        group = self.param_groups[0]
-        group["params"] = [self._numbers.anchor]
+        self._group["params"] = [self._numbers.anchor]
         for name in self._numbers.names:
-            if isinstance(group.get(name), Tensor):
-                group[name] = self._numbers.live(name)
+            if isinstance(self._group.get(name), Tensor):
+                self._group.renew(name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates rows from accumulated gradients; without accumulation the backward pass has done it already."""
@@ -80,11 +54,12 @@ class FusedOptimizer(Optimizer):
         if hasattr(self, "found_inf") and not self._module.has_grad_scaler():  # set by a GradScaler
             raise RuntimeError(SCALER_UNKNOWN)
         self._module.step()
+        self._numbers.clear_verdict()  # the scaler has seen it; gradients would add up, and stay infinite for ever
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets accumulated gradients."""
-        super().zero_grad(set_to_none)
+        self._numbers.clear_verdict()
         self._module.drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -92,9 +67,7 @@ class FusedOptimizer(Optimizer):
         groups = state_dict["param_groups"]
         if len(groups) != 1:
             raise ValueError(f"state_dict: {len(groups)} parameter groups; allowed: 1, as module.optimizer has")
-        for key, value in groups[0].items():
-            if key != "params":
-                self.param_groups[0][key] = value
+        self._group.load(groups[0])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: a fused optimizer trains the tables of its module and nothing else."""
@@ -103,3 +76,14 @@ class FusedOptimizer(Optimizer):
                 "module.optimizer trains the tables of its module only; give other parameters to another optimizer"
             )
         super().add_param_group(param_group)
+
+    def __reduce__(self) -> Any:
+        return _optimizer_of, (self._module,), self._group.added()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._group.update(state)
+
+
+def _optimizer_of(module: Any) -> FusedOptimizer:
+    optimizer: FusedOptimizer = module.optimizer
+    return optimizer

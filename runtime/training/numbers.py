@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Rule
+from embforge.storage.states import versioned
 
 STEP, SEED = COUNTERS.index("step"), COUNTERS.index("seed")
 LR, GRAD_SCALE = HYPER.index("lr"), HYPER.index("grad_scale")
@@ -22,13 +23,26 @@ class Numbers:
 
     def __init__(self, rule: Rule, lr: float | Tensor, values: tuple[float, ...], device: torch.device) -> None:
         self.names = (*HYPER, *rule.hyper)
-        self._values = [float(lr), 0.0, *map(float, values)]  # what `hyper` is filled with where memory begins
-        self.hyper = torch.tensor(self._values, dtype=torch.float64).to(device)
-        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-        self.anchor = torch.zeros(1, device=device, requires_grad=True)
-        """What autograd sees of fused tables: its gradient is 0, or infinite where an update was skipped."""
+        lr = float(lr.detach() if isinstance(lr, Tensor) else lr)
+        self._values = [lr, 0.0, *map(float, values)]  # what `hyper` is filled with where memory begins
+        self._seed: int | None = None
+        with torch.inference_mode(False):  # what is made there has no version, by which changes are known
+            self.hyper = torch.tensor(self._values, dtype=torch.float64, device="cpu").to(device)
+            self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+            self.anchor = torch.zeros(1, device=device, requires_grad=True)
+            """What autograd sees of fused tables: its gradient is 0, or infinite where an update was skipped."""
         self.lock = Lock()
-        """One update at a time, whatever thread a backward runs in."""
+        """One update at a time, whatever thread a backward runs in; and what accumulates is taken or used up."""
+
+    def seed(self, seed: int) -> None:
+        """Sets the key of stochastic rounding; on meta, as soon as there is memory."""
+        self._seed = seed
+        if not self.counters.is_meta:
+            self.counters[SEED] = seed
+
+    def clear_verdict(self) -> None:
+        """Makes a loss scaler see nothing of earlier backward passes: 0, and not no gradient, which it would refuse."""
+        self.anchor.grad = torch.zeros_like(self.anchor)
 
     def get(self, name: str) -> float:
         """A hyperparameter's value."""
@@ -53,9 +67,12 @@ class Numbers:
     def move(self, device: torch.device) -> None:
         """To another device, with all that is known; from meta nothing but the values given by numbers is."""
         known = not self.hyper.is_meta
-        hyper = self.hyper if known else torch.tensor(self._values, dtype=torch.float64, device="cpu")
-        counters = self.counters if known else torch.zeros(len(COUNTERS), dtype=torch.int64, device="cpu")
-        self.hyper, self.counters = hyper.to(device), counters.to(device)
+        with torch.inference_mode(False):
+            hyper = self.hyper if known else torch.tensor(self._values, dtype=torch.float64, device="cpu")
+            counters = self.counters if known else torch.zeros(len(COUNTERS), dtype=torch.int64, device="cpu")
+            self.hyper, self.counters = hyper.to(device), counters.to(device)
+        if not known and not self.counters.is_meta:
+            self.seed(drawn_seed() if self._seed is None else self._seed)
         if torch._has_compatible_shallow_copy_type(self.anchor, self.hyper):
             self.anchor.data = torch.zeros(1, device=device)  # the facade's parameter stays the same object
         else:
@@ -67,4 +84,11 @@ class Numbers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = Lock()
-        self.anchor = torch.zeros(1, device=self.hyper.device, requires_grad=True)
+        self.hyper, self.counters = versioned(self.hyper), versioned(self.counters)
+        with torch.inference_mode(False):
+            self.anchor = torch.zeros(1, device=self.hyper.device, requires_grad=True)
+
+
+def drawn_seed() -> int:
+    """A key of stochastic rounding from torch's generator."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,11 +20,37 @@ TINY = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
-def as_batch(passes: Sequence[Reduced], device: torch.device) -> tuple[Batch, Gradients]:
+@dataclass(frozen=True)
+class Pass:
+    """What a backward pass left, and what it says to a loss scaler: infinite if the pass must not be used."""
+
+    reduced: Reduced
+    verdicts: Sequence[Tensor]
+
+    def to(self, device: torch.device) -> Pass:
+        """The same on another device."""
+        moved = [(rows.to(device), gradient.to(device)) for rows, gradient in self.reduced]
+        return Pass(moved, [verdict.to(device) for verdict in self.verdicts])
+
+
+def verdict_of(gradients: Gradients, reduced: Reduced) -> Tensor:
+    """Infinite if a number of the incoming gradients is not finite (also of a frozen table), or their sum in a row."""
+    given = [gradients.pooled, *([] if gradients.sequence is None else [gradients.sequence])]
+    finite = [numbers.isfinite().all() for numbers in (*given, *(gradient for _, gradient in reduced))]
+    return torch.where(torch.stack(finite).all(), 0.0, torch.inf).reshape(1)
+
+
+def spoilt(passes: Sequence[Pass]) -> bool:
+    """Whether a pass must not be used. Waits for the device, as a GradScaler does before a step of torch's own."""
+    verdicts = [verdict for one in passes for verdict in one.verdicts]
+    return bool(verdicts) and not bool(torch.cat(verdicts).isfinite().all())
+
+
+def as_batch(passes: Sequence[Pass], device: torch.device) -> tuple[Batch, Gradients]:
     """All passes as one batch of the rowwise spec: of each table the rows of the first pass, then of the second, ..."""
-    tables = range(len(passes[0]))
-    rows = [torch.cat([reduced[t][0] for reduced in passes]) for t in tables]
-    gradients = [torch.cat([reduced[t][1] for reduced in passes]).flatten() for t in tables]
+    tables = range(len(passes[0].reduced))
+    rows = [torch.cat([one.reduced[t][0] for one in passes]) for t in tables]
+    gradients = [torch.cat([one.reduced[t][1] for one in passes]).flatten() for t in tables]
     sizes = [part.numel() for part in rows]
     offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int64).to(device)
     batch = Batch(torch.cat(rows), offsets, None, 1, tuple(sizes))

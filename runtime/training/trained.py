@@ -147,7 +147,20 @@ class Trained(nn.Module):
             given = state_dict.get(key)
             if given is None:
                 missing_keys.append(key)
-            elif given.shape != counter.shape:
-                error_msgs.append(f"{key}: shape {tuple(given.shape)} is not allowed; allowed: one number")
+                continue
+            wrong = _wrong_counter(given, counter)
+            if wrong:
+                error_msgs.append(f"{key}: {wrong} is not allowed; allowed: a tensor of one whole number, at least 0")
             elif not counter.is_meta:
                 counter.copy_(given)
+
+
+def _wrong_counter(given: Any, counter: Tensor) -> str | None:
+    """What of a counter in a state dict cannot be."""
+    if not isinstance(given, Tensor):
+        return repr(given)
+    if given.shape != counter.shape:
+        return f"shape {tuple(given.shape)}"
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        return str(given.dtype)
+    return str(int(given)) if not given.is_meta and int(given) < 0 else None

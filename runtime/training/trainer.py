@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embforge.codegen.params import Params
+from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.training import training_plans
 from embforge.inputs import Batch
+from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program
 from embforge.training import pending
-from embforge.training.autograd import Call, Lookup
+from embforge.training.autograd import Call, Holder, Lookup
 from embforge.training.calls import Programs, Storage, run_reduce, run_update
 from embforge.training.facade import FusedOptimizer
+from embforge.training.group import NOT_FOR_USERS
 from embforge.training.numbers import SEED, STEP, Numbers
+from embforge.training.recompute import Forwards
 
-RECOMPUTED = (
-    "a recomputed forward (torch.utils.checkpoint) would read rows that this backward pass has already updated, and so "
-    "give other numbers than the first forward; use accumulate=True, which updates in step(), or call the module "
-    "outside of the checkpointed function"
-)
-REMEMBERED = 256
-"""How many forwards are known by their ids, to tell whether one that is repeated reads the rows that it read before."""
-_in_backward = torch._C._current_graph_task_id
+SEEDS = 2**63
+"""Seeds are smaller."""
 
 
 class Trainer:
@@ -47,57 +46,60 @@ class Trainer:
         if optimizer is not None:
             self.numbers = Numbers(optimizer.update.rule, optimizer.lr, optimizer.hyper_values, device)
         self._scaler: Any = None
-        self._pending: list[pending.Reduced] = []
-        self._version = 0  # of the counters, when the last forward outside of a backward pass ran
-        self._versions: dict[int, int] = {}  # the same, by where the ids of a forward lay
+        self._pending: list[pending.Pass] = []
+        self._forwards = Forwards()
 
     @property
     def update(self) -> Update | None:
         """What happens to a row, if the module does it itself."""
         return None if self.optimizer is None else self.optimizer.update
 
-    def programs(
-        self,
-        spec: CollectionSpec,
-        target: str,
-        arch: str,
-        id_dtype: str,
-        params: Params,
-        backward: Params | None,
-        kernels: str | None,
-    ) -> Programs:
-        """The texts of all kernels that the module may run on such ids."""
+    def plans(
+        self, spec: CollectionSpec, target: str, arch: str, id_dtype: str, params: Params, backward: Params | None
+    ) -> dict[str, Plan]:
+        """The plans of all kernels that the module may run on such ids, by what they are for."""
+        return training_plans(spec, target, arch, id_dtype, params, backward, self.update, self.accumulate)
 
-        plans = training_plans(spec, target, arch, id_dtype, params, backward, self.update, self.accumulate)
+    @staticmethod
+    def programs(plans: dict[str, Plan], kernels: str | None) -> Programs:
+        """The texts of these kernels."""
         texts = {name: Program(plan, kernels).text for name, plan in plans.items()}
         return Programs(**{name: texts.get(name, "") for name in Programs._fields})
+
+    def __str__(self) -> str:
+        if self.numbers is None:
+            return "None"
+        names = [name for name in self.numbers.names if name not in NOT_FOR_USERS]
+        numbers = [f"{name}={self.numbers.get(name):g}" for name in names]
+        update = self.optimizer.update
+        return f"{update.rule.name}({', '.join(numbers)}, rounding={update.rounding!r})"
 
     def facade(self, module: Any) -> FusedOptimizer | None:
         """The module's optimizer as torch knows such things."""
         if self.numbers is None:
             return None
-        return FusedOptimizer(module, self.numbers, tensor_lr=isinstance(self.optimizer.lr, Tensor))
+        tensor_lr = isinstance(self.optimizer.lr, Tensor)
+        return FusedOptimizer(module, self.numbers, self.optimizer.check, tensor_lr=tensor_lr)
 
-    def note_forward(self, values: Tensor) -> None:
+    def note_forward(self) -> None:
         """Every forward tells. Raises for one that is repeated after rows have changed."""
-        if self.numbers is None:
-            return
-        version, place = self.numbers.counters._version, values.data_ptr()
-        if _in_backward() == -1:
-            if len(self._versions) >= REMEMBERED:
-                self._versions.clear()
-            self._version = self._versions[place] = version
-        elif version != self._versions.get(place, self._version):
-            raise RuntimeError(RECOMPUTED)
+        if self.numbers is not None:
+            self._forwards.note(self.numbers.counters._version)
 
     def lookup(
-        self, programs: Programs, storage: Storage, batch: Batch, sequence_elements: int, parameters: Sequence[Tensor]
+        self,
+        programs: Programs,
+        storage: Storage,
+        holders: Sequence[Holder],
+        batch: Batch,
+        sequence_elements: int,
+        parameters: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """A lookup that autograd records."""
-        self.note_forward(batch.values)
+        self.note_forward()
         self.take_scale()
         sink = self._take if self.accumulate else None
-        call = Call(programs, storage, sequence_elements, self.numbers, parameters, sink)
+        call = Call(programs, storage, holders, sequence_elements, self.numbers, parameters, sink)
         trains = self.numbers is not None and any(storage.trainable)
         anchor = self.numbers.anchor if trains and self.numbers is not None else None
         found: Any = Lookup.apply(call, batch.values, batch.offsets, batch.batch, batch.weights, anchor, *parameters)  # type: ignore[no-untyped-call]
@@ -105,43 +107,59 @@ class Trainer:
 
     def step(self, programs: Programs, storage: Storage) -> None:
         """One update from all gradients since the last; nothing if there are none."""
-        if self.numbers is None or not self._pending:
+        if self.numbers is None:
             return
-        batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
         with self.numbers.lock:
-            run_update(programs.step, storage, batch, gradients, self.numbers.hyper, self.numbers.counters)
-        self._pending = []
+            if self._pending and not (self._scales and pending.spoilt(self._pending)):
+                batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
+                run_update(programs.step, storage, batch, gradients, self.numbers.hyper, self.numbers.counters)
+            self._pending = []
 
     def clip(self, programs: Programs, storage: Storage, max_norm: float) -> Tensor:
         """Scales what has accumulated down to a norm over all tables; returns the norm before."""
+        if self.numbers is None:
+            raise RuntimeError(
+                "clip_grad_norm_ is for a fused optimizer: give the module an optimizer of embforge.optim and "
+                "accumulate=True (torch's own clipping takes no sparse gradients)"
+            )
         if not self.accumulate:
             raise RuntimeError(
                 "clip_grad_norm_ needs accumulate=True: without it rows are updated before all gradients are known; "
                 "for clipping row by row give the optimizer max_row_norm"
             )
-        if not self._pending:
-            return torch.zeros((), device=storage.tables[0].device)
-        batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
-        reduced = run_reduce(programs.merge, storage, batch, gradients)
-        scale = self.numbers.get("grad_scale") if self.numbers is not None else 0.0
-        norm = pending.norm_of(reduced) / (scale or 1.0)
-        self._pending = [pending.clipped(reduced, norm, max_norm)]
+        with self.numbers.lock:
+            if not self._pending:
+                return torch.zeros((), device=storage.tables[0].device)
+            batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
+            reduced = run_reduce(programs.merge, storage, batch, gradients)
+            norm = pending.norm_of(reduced) / (self.numbers.get("grad_scale") or 1.0)
+            verdicts = [verdict for one in self._pending for verdict in one.verdicts]
+            self._pending = [pending.Pass(pending.clipped(reduced, norm, max_norm), verdicts)]
         return norm
 
     def drop_gradients(self) -> None:
         """Forgets what has accumulated."""
-        self._pending = []
+        if self.numbers is not None:
+            with self.numbers.lock:
+                self._pending = []
 
     @property
     def has_scaler(self) -> bool:
         """Whether the module knows what losses are multiplied by."""
         return self._scaler is not None
 
+    @property
+    def _scales(self) -> bool:
+        return self._scaler is not None and self._scaler.is_enabled()
+
     def use_scaler(self, scaler: Any) -> None:
         """Divides gradients by the scale of a torch.amp.GradScaler, read before every forward."""
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"use_grad_scaler: got {scaler!r}; allowed: a torch.amp.GradScaler, or None")
         self._scaler = scaler
         if self.numbers is None:
             return
+        self.numbers.clear_verdict()
         if scaler is None or not scaler.is_enabled():
             self.numbers.set("grad_scale", 0.0)
         elif scaler._scale is None:  # it makes its scale when it is first used
@@ -160,18 +178,22 @@ class Trainer:
         """Numbers and waiting gradients to another device."""
         if self.numbers is not None and self.numbers.hyper.device != device:
             self.numbers.move(device)
-            self._pending = [[(rows.to(device), given.to(device)) for rows, given in one] for one in self._pending]
+            self._pending = [one.to(device) for one in self._pending]
 
     def restart(self) -> None:
         """As before the first update."""
-        self._pending = []
+        self.drop_gradients()
         if self.numbers is not None and not self.numbers.counters.is_meta:
             self.numbers.counters[STEP] = 0
 
     def seed(self, seed: int) -> None:
         """The key of stochastic rounding."""
-        if self.numbers is not None and not self.numbers.counters.is_meta:
-            self.numbers.counters[SEED] = seed
+        if self.numbers is None:
+            raise RuntimeError("seed() is for a fused optimizer, whose rounding it makes reproducible; there is none")
+        key = index(seed) if hasattr(seed, "__index__") else -1
+        if not 0 <= key < SEEDS:
+            raise ValueError(f"seed={seed!r} is not allowed; a whole number, 0 <= seed < 2^63")
+        self.numbers.seed(key)
 
     def counters(self) -> dict[str, Tensor]:
         """What a checkpoint must hold beside rows and states."""
@@ -179,8 +201,12 @@ class Trainer:
             return {}
         return {"optim.step": self.numbers.counters[STEP], "optim.seed": self.numbers.counters[SEED]}
 
-    def _take(self, storage: Storage, reduced: pending.Reduced) -> None:
-        self._pending.append(reduced)
+    def _take(self, gradients: Gradients, reduced: pending.Reduced) -> Tensor:
+        assert self.numbers is not None
+        verdicts = [pending.verdict_of(gradients, reduced)] if self._scales else []
+        with self.numbers.lock:
+            self._pending.append(pending.Pass(reduced, verdicts))
+        return verdicts[0] if verdicts else torch.zeros(1, device=gradients.pooled.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scaler": None, "_pending": [], "_versions": {}}
+        return {**self.__dict__, "_scaler": None, "_pending": [], "_forwards": Forwards()}

@@ -1,9 +1,8 @@
-"""How users train: accumulated gradients, scalers, schedulers, frozen tables."""
+"""How users train: accumulated gradients, scalers, frozen tables."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from conformance.backends import device_of
 from conformance.training import (
-    ONE,
     differing,
     draw,
     nothing_changes,
@@ -24,13 +22,7 @@ from conformance.training import (
 )
 from torch import nn
 
-from embforge import optim
-from embforge.collection import EmbeddingCollection
-
-
-def group(module: EmbeddingCollection) -> dict[str, Any]:
-    assert module.optimizer is not None
-    return module.optimizer.param_groups[0]
+from embforge.explanation import explain
 
 
 @trained_backend
@@ -51,6 +43,34 @@ def test_freezing_a_fused_table(backend: Any) -> None:
     assert "tables.a.weight" in changed and not any(name.startswith("tables.b") for name in changed)
     assert module.requires_grad_(False) is module and not module(*draw(backend)).requires_grad
     assert module.requires_grad_(True)(*draw(backend)).requires_grad
+
+
+def test_a_table_is_frozen_as_torch_does_it() -> None:
+    module = trained()
+    module.tables.get_submodule("a").requires_grad_(False)
+    before = snapshot(module)
+    module(*draw()).sum().backward()
+    assert not any(name.startswith("tables.a") for name in differing(before, snapshot(module)))
+    module.tables.requires_grad_(False)
+    assert not module(*draw()).requires_grad
+    module.tables.requires_grad_()
+    assert module._tables()["a"].trainable and module._tables()["b"].trainable
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_is_frozen_before_the_backward_is_not_trained(accumulate: bool) -> None:
+    module = trained(accumulate=accumulate)
+    losses = [module(*draw()).sum() for _ in range(2)]
+    module.freeze()
+    with nothing_changes(module):
+        losses[0].backward()
+        module.step()
+    module.unfreeze("b")
+    before = snapshot(module)
+    losses[1].backward()
+    module.step()
+    changed = differing(before, snapshot(module))
+    assert "tables.b.weight" in changed and not any(name.startswith("tables.a") for name in changed)
 
 
 # ---- Gradients that wait ---------------------------------------------------------------------------------
@@ -135,7 +155,7 @@ def test_the_clipped_norm_is_the_limit() -> None:
     assert float(module.clip_grad_norm_(0.25)) == pytest.approx(0.25, rel=1e-5)
 
 
-# ---- Scalers and schedulers ------------------------------------------------------------------------------
+# ---- Scalers --------------------------------------------------------------------------------------------
 
 
 @trained_backend
@@ -172,6 +192,47 @@ def test_a_gradient_scaler_changes_no_bit(backend: Any, accumulate: bool) -> Non
         each(*draw(backend)).sum().backward()
         each.step()
     assert differing(snapshot(module), snapshot(twin)) == []
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_scaler_recovers_from_one_overflow(accumulate: bool) -> None:
+    """In a loop that forgets no verdict itself, and with a module that is frozen for a while."""
+    module = trained(accumulate=accumulate)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    module.use_grad_scaler(scaler)
+    optimizer, scales = module.optimizer, []
+    for step in range(5):
+        assert optimizer is not None
+        module.freeze() if step == 3 else module.unfreeze()
+        loss = module(*draw()).sum() + torch.zeros(1, requires_grad=True)
+        scaler.scale(loss * (torch.inf if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [1024.0] + [512.0] * 4 and steps(module) == 3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_every_incoming_gradient_counts(accumulate: bool) -> None:
+    """Also that of a frozen table's columns: the scaler sees what it would see of torch's own."""
+    module = trained(accumulate=accumulate)
+    module.freeze("b")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    module.use_grad_scaler(scaler)
+    optimizer, results = module.optimizer, [module(*draw()) for _ in range(2)]
+    gradient = torch.ones_like(results[0])
+    gradient[:, 15:19] = torch.inf  # feature `y` of table `b`
+    assert optimizer is not None
+    with nothing_changes(module):
+        results[0].backward(gradient)
+        assert verdict(module) == torch.inf
+        if accumulate:  # what spoils one pass spoils their sum
+            results[1].backward(torch.ones_like(gradient))
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    with nothing_changes(module):
+        module.step()
 
 
 def test_clipping_under_a_scaler() -> None:
@@ -211,70 +272,21 @@ def test_a_scaler_that_is_off() -> None:
     assert differing(snapshot(module), snapshot(twin)) == []
 
 
-SCHEDULES: dict[str, Callable[[Any], torch.optim.lr_scheduler.LRScheduler]] = {
-    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
-    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10),
-}
-
-
-@pytest.mark.parametrize("tensor", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedulers(name: str, tensor: bool) -> None:
-    """Rows are updated with what a scheduler makes of torch's own optimizer of that kind."""
-    rate = torch.tensor(0.1, dtype=torch.float64) if tensor else 0.1
-    module = trained(spec=ONE, optimizer=optim.Momentum(lr=rate))
-    bag = nn.EmbeddingBag(9, 5, mode="sum", include_last_offset=True)
-    with torch.no_grad():
-        bag.weight.copy_(module.weight("t"))
-    theirs = torch.optim.SGD(bag.parameters(), lr=0.1, momentum=0.9)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_explain_names_all_that_training_runs(accumulate: bool) -> None:
+    module = trained("cpu", accumulate=accumulate)
+    module.freeze("b")
+    text, shown = explain(module), "optimizer=adam(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-08, rounding='stochastic')"
+    assert shown in text and shown in repr(module) and "frozen: b" in text and "frozen: b" in repr(module)
+    assert ("accumulate=True" in text) == accumulate
+    plans = module.plans()
+    assert {"forward", "train", "backward", "weight_gradient"} <= plans.keys()
+    assert all(plan.uri in text for plan in plans.values()) and ("in step(): " in text) == accumulate
+    assert "radix_bits = " in text and re.search(r"states of the optimizer beside them: 0\.0 MB", text)
+    assert "optimizer" not in explain(trained(optimizer=None)) + repr(trained(optimizer=None))
     assert module.optimizer is not None
-    schedulers = [SCHEDULES[name](optimizer) for optimizer in (module.optimizer, theirs)]
-    values, offsets, rates = torch.arange(9), torch.tensor([0, 4, 9]), set()
-    for _ in range(3):
-        theirs.zero_grad()
-        for model, optimizer in ((module, module.optimizer), (bag, theirs)):
-            model(values, offsets).pow(2).sum().backward()
-            optimizer.step()
-        assert float(group(module)["lr"]) == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-12)
-        rates.add(float(group(module)["lr"]))
-        torch.testing.assert_close(module.weight("t"), bag.weight.detach(), rtol=1e-5, atol=1e-6)
-        for scheduler in schedulers:
-            scheduler.step()
-    assert len(rates) == 3
-
-
-def test_numbers_are_written_through() -> None:
-    module = trained()
-    numbers = module._trainer.numbers
-    assert numbers is not None and set(group(module)) == {"params", "lr", "beta1", "beta2", "eps"}
-    group(module)["beta1"] = 0.5
-    group(module).update(eps=1e-3)
-    assert (numbers.get("beta1"), numbers.get("eps")) == (0.5, 1e-3)
-    group(module)["lr"] = torch.tensor(0.75)  # from here on a tensor, which kernels read
-    group(module)["lr"].mul_(2)
-    assert numbers.get("lr") == 1.5
-    group(module)["lr"] = 0.25
-    assert numbers.get("lr") == 0.25 == float(group(module)["lr"])
-
-
-@pytest.mark.parametrize("rate", [0.125, torch.tensor(0.125)], ids=["number", "tensor"])
-def test_the_optimizers_own_state_dict(rate: Any) -> None:
-    module, other = trained(), trained(optimizer=optim.Adam(lr=rate))
-    assert module.optimizer is not None and other.optimizer is not None
-    group(module)["beta1"], group(module)["initial_lr"] = 0.25, 3.0
-    other.optimizer.load_state_dict(module.optimizer.state_dict())
-    numbers = other._trainer.numbers
-    assert numbers is not None and (numbers.get("lr"), numbers.get("beta1")) == (0.1, 0.25)
-    assert group(other)["initial_lr"] == 3.0 and len(group(other)["params"]) == 1
-    module.optimizer.load_state_dict(trained(optimizer=optim.Adam(lr=rate)).optimizer.state_dict())  # type: ignore[union-attr]
-    assert float(group(module)["lr"]) == 0.125
-    group(module)["lr"] = 0.5
-    assert module._trainer.numbers is not None and module._trainer.numbers.get("lr") == 0.5
-    with pytest.raises(ValueError, match="2 parameter groups; allowed: 1"):
-        other.optimizer.load_state_dict({"state": {}, "param_groups": [{}, {}]})
-    with pytest.raises(RuntimeError, match="trains the tables of its module only"):
-        other.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    module.optimizer.param_groups[0]["lr"] = 0.5
+    assert "lr=0.5" in repr(module)
 
 
 def test_the_manual_runs() -> None:

@@ -122,6 +122,19 @@ def test_autocast(backend: Any) -> None:
     assert differing(snapshot(module), snapshot(twin)) == [] and steps(module) == 1
 
 
+def test_weights_that_a_model_computes_under_autocast() -> None:
+    module, dense = trained(), nn.Linear(3, 1)
+    values, offsets, _ = draw()
+    inputs = torch.rand(values.numel(), 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weights = dense(inputs).squeeze(1)
+        assert weights.dtype == torch.bfloat16
+        module(values, offsets, weights).sum().backward()
+    assert steps(module) == 1 and dense.weight.grad is not None and bool(dense.weight.grad.any())
+    with pytest.raises(TypeError, match=r"weights: dtype torch.bfloat16 is not allowed"):
+        module(values, offsets, weights)
+
+
 def test_a_retained_graph_updates_again() -> None:
     module, twin = trained(), trained()
     loss = module(*draw())[:, :15].sum()  # a sum: its gradient does not depend on rows

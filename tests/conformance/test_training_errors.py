@@ -10,6 +10,7 @@ import pytest
 import torch
 from conformance.backends import device_of
 from conformance.training import (
+    ONE,
     SPEC,
     differing,
     draw,
@@ -24,6 +25,7 @@ from torch import Tensor
 from embforge import optim
 from embforge.collection import EmbeddingCollection
 from embforge.launch import reference_backward
+from embforge.training import pending
 
 # ---- Errors ----------------------------------------------------------------------------------------------
 
@@ -52,6 +54,17 @@ def test_calls_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="use_grad_scaler is for a fused optimizer"):
         trained(optimizer=None).use_grad_scaler(torch.amp.GradScaler("cpu"))
     assert trained(optimizer=None).optimizer is None
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ is for a fused optimizer"):
+        trained(optimizer=None).clip_grad_norm_(1.0)
+    with pytest.raises(TypeError, match=r"use_grad_scaler: got 'x'; allowed: a torch\.amp\.GradScaler"):
+        module.use_grad_scaler("x")
+    for seed in (-1, 2**63, 1.5, "x"):
+        with pytest.raises(ValueError, match=r"seed=.* is not allowed; a whole number, 0 <= seed < 2\^63"):
+            module.seed(seed)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"seed\(\) is for a fused optimizer"):
+        trained(optimizer=None).seed(1)
+    module.seed(2**63 - 1)
+    assert int(module.state_dict()["optim.seed"]) == 2**63 - 1
 
 
 def _last(values: Tensor) -> Tensor:
@@ -152,3 +165,28 @@ def test_two_threads_with_one_module_lose_no_update(backend: Any) -> None:
 
     _in_threads(*(lambda mine=mine: train(mine) for mine in losses))  # type: ignore[misc]
     assert steps(module) == 30 and module.weight("a").unique().tolist() == [-30.0]
+
+
+def test_gradients_that_come_during_a_step_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward passes of another thread in the midst of `step()`, and of `clip_grad_norm_`."""
+    module = trained(spec=ONE, accumulate=True, optimizer=optim.SGD(lr=1.0))
+    with torch.no_grad():
+        module.weight("t").zero_()
+    values, offsets = torch.tensor([3]), torch.tensor([0, 1])
+    real, threads = pending.as_batch, []
+
+    def interrupted(*given: Any) -> Any:
+        threads.append(Thread(target=lambda: module(values, offsets).sum().backward()))
+        threads[-1].start()
+        threads[-1].join(0.1)  # it waits for the step, and so this does not wait for it
+        return real(*given)
+
+    module(values, offsets).sum().backward()
+    monkeypatch.setattr(pending, "as_batch", interrupted)
+    module.clip_grad_norm_(1e6)
+    module.step()
+    monkeypatch.undo()
+    for thread in threads:
+        thread.join()
+    module.step()
+    assert len(threads) == 2 and module.weight("t")[3].tolist() == [-3.0] * 5

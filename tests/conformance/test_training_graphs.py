@@ -1,4 +1,4 @@
-"""Training inside of what changes a graph: torch.compile, torch.utils.checkpoint, torch's own checks of operators."""
+"""Training inside of what changes a graph: torch.compile, modes, torch's own checks of operators."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ from conformance.training import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from embforge import ops, optim
 from embforge.collection import EmbeddingCollection
 from embforge.launch import reference_backward
 from embforge.training.calls import Programs
-
-reentrant = pytest.mark.parametrize("reentrant", [True, False])
 
 
 @pytest.fixture(autouse=True)
@@ -221,87 +218,6 @@ def test_modes_that_watch_operators_do_not_stop_training(more: dict[str, Any]) -
         assert module.weight("a").grad is not None
     else:
         assert steps(module) == 1
-
-
-# ---- torch.utils.checkpoint ------------------------------------------------------------------------------
-
-
-def segment(module: EmbeddingCollection, batch: Any, scale: Tensor, reentrant: bool | None) -> Tensor:
-    """A part of a model whose forward is repeated in the backward; None: it is not."""
-
-    def run(scale: Tensor) -> Tensor:
-        return (module(*batch) * scale).pow(2)
-
-    if reentrant is None:
-        return run(scale)
-    found: Tensor = checkpoint(run, scale, use_reentrant=reentrant)
-    return found
-
-
-@trained_backend
-@reentrant
-def test_one_checkpointed_call_is_right(backend: Any, reentrant: bool) -> None:
-    module, twin = trained(backend), trained(backend)
-    scales = [torch.ones(1, device=device_of(backend), requires_grad=True) for _ in range(2)]
-    for seed in range(2):
-        segment(module, draw(backend, seed), scales[0], reentrant).sum().backward()
-        segment(twin, draw(backend, seed), scales[1], None).sum().backward()
-    assert torch.equal(scales[0].grad, scales[1].grad)  # type: ignore[arg-type]
-    assert steps(module) == 2 and differing(snapshot(module), snapshot(twin)) == []
-
-
-@reentrant
-@pytest.mark.parametrize("seeds", [(0, 1), (0, 0)])
-def test_two_checkpointed_calls_are_refused(reentrant: bool, seeds: tuple[int, int]) -> None:
-    module, scale = trained(), torch.ones(1, requires_grad=True)
-    one, other = (segment(module, draw(seed=seed), scale, reentrant) for seed in seeds)
-    with pytest.raises(RuntimeError, match=r"a recomputed forward \(torch.utils.checkpoint\) would read rows"):
-        (one + other).sum().backward()
-    assert steps(module) == 1
-
-
-@reentrant
-def test_two_checkpointed_calls_that_accumulate_are_right(reentrant: bool) -> None:
-    module, twin = trained(accumulate=True), trained(accumulate=True)
-    scales = [torch.ones(1, requires_grad=True) for _ in range(2)]
-    for each, scale, how in ((module, scales[0], reentrant), (twin, scales[1], None)):
-        (segment(each, draw(), scale, how) + segment(each, draw(seed=1), scale, how)).sum().backward()
-        each.step()
-    assert torch.equal(scales[0].grad, scales[1].grad)  # type: ignore[arg-type]
-    assert steps(module) == 1 and differing(snapshot(module), snapshot(twin)) == []
-
-
-@reentrant
-def test_a_checkpointed_call_that_waits_for_its_backward_too_long(reentrant: bool) -> None:
-    """Rows change by another backward pass, and a forward that has nothing to do with it sees them."""
-    module, scale = trained(), torch.ones(1, requires_grad=True)
-    batch, other = draw(), draw(seed=1)
-    waiting = segment(module, batch, scale, reentrant)
-    module(*other).sum().backward()
-    module(*other)
-    with pytest.raises(RuntimeError, match="would read rows"):
-        waiting.sum().backward()
-    assert steps(module) == 1
-
-
-def test_checkpoints_in_compiled_graphs() -> None:
-    """In one graph the order is known, and rows are read before they change; between two graphs it is refused."""
-
-    def both(module: EmbeddingCollection, batch: Any, scale: Tensor, reentrant: bool | None) -> Tensor:
-        return segment(module, batch, scale, reentrant) + segment(module, batch, scale, reentrant)
-
-    module, twin = trained(), trained()
-    scales = [torch.ones(1, requires_grad=True) for _ in range(2)]
-    torch.compile(both, backend="aot_eager", fullgraph=True)(module, draw(), scales[0], False).sum().backward()
-    both(twin, draw(), scales[1], None).sum().backward()
-    torch.testing.assert_close(scales[0].grad, scales[1].grad)
-    assert steps(module) == 2 and differing(snapshot(module), snapshot(twin)) == []
-
-    compiled = torch.compile(segment, backend="aot_eager", fullgraph=True)
-    loss = compiled(module, draw(), scales[0], False) + compiled(module, draw(), scales[0], False)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.sum().backward()
-    assert steps(module) == 3
 
 
 # ---- The operators ---------------------------------------------------------------------------------------

@@ -140,6 +140,13 @@ def test_a_state_dict_that_does_not_fit() -> None:
     for wrong in ("optim.step", "tables.a.optim.m", "tables.b.weight"):
         with pytest.raises(RuntimeError, match=f"{wrong}: shape"):
             module.load_state_dict({**state, wrong: torch.zeros(3, 3)})
+    for counter in ("optim.step", "optim.seed"):
+        for bad, message in ((torch.tensor(1.5), "torch.float32"), (torch.tensor(-5), "-5"), (5, "5")):
+            with pytest.raises(
+                RuntimeError, match=f"{counter}: {message} is not allowed; allowed: a tensor of one whole"
+            ):
+                module.load_state_dict({**state, counter: bad})
+    assert differing(state, snapshot(module)) == []
     with pytest.raises(RuntimeError, match=r"Unexpected key.*optim\.step"):
         trained(optimizer=None).load_state_dict(state)
 
@@ -177,6 +184,62 @@ def test_the_optimizer_follows_the_module() -> None:
     module(*draw()).sum().backward()
     assert torch.equal(module.weight("a"), before["tables.a.weight"])
     assert optimizer.param_groups[0]["params"][0].grad is not None
+
+
+def test_modules_on_meta() -> None:
+    """Told by torch's own default too. A seed is drawn where memory is."""
+    with torch.device("meta"):
+        module = EmbeddingCollection(SPEC, optimizer=optim.Adam(lr=0.25), backend="reference")
+        here = EmbeddingCollection(SPEC, "cpu", optimizer=optim.Adam(lr=0.25), backend="reference")
+    assert module.device.type == "meta" and here.device.type == "cpu" and not here.weight("a").is_meta
+    seeds = set()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        each = copy.deepcopy(module).to_empty(device="cpu")
+        each.reset_parameters()
+        seeds.add(int(each.state_dict()["optim.seed"]))
+        each(*draw()).sum().backward()
+        assert steps(each) == 1
+    assert len(seeds) == 2 and 0 not in seeds
+    module.seed(5)
+    assert int(module.to_empty(device="cpu").state_dict()["optim.seed"]) == 5
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": True}, {"optimizer": None}], ids=str)
+def test_modules_made_in_inference_mode(more: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        module = trained(**more)
+        twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))][: 1 if module.optimizer is None else 2]
+        module(*draw())
+    for each in (module, *twins):
+        with torch.no_grad():
+            each(*draw())
+        each(*draw()).sum().backward()
+        each.step()
+    if more.get("optimizer", True) is not None:
+        assert steps(module) == 1 and all(differing(snapshot(module), snapshot(twin)) == [] for twin in twins)
+    else:
+        assert module.weight("a").grad is not None
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_copies_of_the_optimizer_are_of_the_modules_copy(way: Callable[[Any], Any], reverse: bool) -> None:
+    module = trained()
+    assert module.optimizer is not None
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(module.optimizer, max_lr=0.2, total_steps=10)
+    pair = way((scheduler, module) if reverse else (module, scheduler))
+    twin, other = pair[::-1] if reverse else pair
+    assert other.optimizer is twin.optimizer and twin.optimizer is not module.optimizer
+    for each, schedule in ((module, scheduler), (twin, other)):
+        each(*draw()).sum().backward()
+        each.optimizer.step()
+        schedule.step()
+    assert twin.optimizer.param_groups[0]["lr"] == module.optimizer.param_groups[0]["lr"]
+    assert steps(twin) == 1 and differing(snapshot(module), snapshot(twin)) == []
+    alone = way(module.optimizer)
+    alone.param_groups[0]["lr"] = 0.0
+    assert module.optimizer.param_groups[0]["lr"] != 0.0
 
 
 def test_a_copy_has_numbers_of_its_own() -> None:

@@ -7,6 +7,7 @@ anything. Names and defaults are torch.optim's where torch has the rule.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
@@ -43,7 +44,7 @@ OPTIONS = ("lr", "weight_decay", "decoupled", "max_row_norm", "rounding")
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class Optimizer(ABC):
     """What all optimizers have. `lr` may be a tensor of one element.
 
     `weight_decay` times the row is added to the gradient, or with `decoupled` taken off the row as in AdamW.
@@ -100,9 +101,9 @@ class Optimizer:
         """What each state is before the first update."""
         return {state.name: 0.0 for state in self._rule().states} | self._initial()
 
+    @abstractmethod
     def _rule(self) -> Rule:
         """The rule without the options."""
-        raise NotImplementedError
 
     def _numbers(self) -> dict[str, float]:
         """The rule's own numbers by name."""

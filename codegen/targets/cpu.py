@@ -47,7 +47,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "winner_width": plan.layout.winner_width,
         "arguments": arguments_of("cpu", plan.op),
         "prototype": prototype("cpu", plan.op),
-        "buckets": [_bucket_facts(bucket, params) for bucket in plan.buckets],
+        "buckets": [_bucket_facts(bucket) for bucket in plan.buckets],
         "features": [_feature_facts(plan, placed, buckets[placed.index], isa) for placed in plan.layout.features],
     }
 
@@ -88,7 +88,7 @@ def _params(plan: Plan) -> CpuParams:
     return plan.params
 
 
-def _bucket_facts(bucket: Bucket, params: CpuParams) -> dict[str, Any]:
+def _bucket_facts(bucket: Bucket) -> dict[str, Any]:
     return {
         "label": bucket.label,
         "comment": bucket_line(bucket),
@@ -98,7 +98,6 @@ def _bucket_facts(bucket: Bucket, params: CpuParams) -> dict[str, Any]:
         "weighted": bucket.weighted,
         "padded": any(f.feature.padding_idx is not None for f in bucket.features),
         "is_max": bucket.pooling == "max",
-        "tile_vectors": params.tile_vectors,
     }
 
 

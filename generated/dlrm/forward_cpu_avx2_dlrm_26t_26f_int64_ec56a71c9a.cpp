@@ -191,6 +191,45 @@ constexpr int64_t OUTPUT_WIDTH = 680;  // columns of the pooled output
 constexpr int64_t GRAIN_BYTES = 65536;  // bytes of rows below which another thread is not woken
 constexpr int PREFETCH = 2;  // into the level 2 cache
 
+constexpr int TILE_VECTORS = 8;  // most vector registers that hold a row's running sum
+
+// ---- Rows in tiles ----------------------------------------------------------------------------------
+
+// A tile is COUNT vectors of a row; LAST lanes of the final one are used. Rows up to 8 vectors are one tile.
+#define FOR_VECTORS(v) _Pragma("GCC unroll 32") for (int v = 0; v < COUNT; ++v)
+
+template <int COUNT, int LAST, class T>
+INLINE vec load_vector(const T* from, int v) {
+    return v + 1 < COUNT ? load<WIDTH>(from + v * WIDTH) : load<LAST>(from + v * WIDTH);
+}
+
+template <int COUNT, int LAST, class T>
+INLINE void store_vector(T* to, int v, vec x) {
+    if (v + 1 < COUNT) {
+        store<WIDTH>(to + v * WIDTH, x);
+    } else {
+        store<LAST>(to + v * WIDTH, x);
+    }
+}
+
+template <int VALUE>
+using constant = std::integral_constant<int, VALUE>;
+
+// Calls visit(COUNT, LAST, first_element) for every tile of a row; the first two are compile-time constants.
+template <int DIM, class Visit>
+INLINE void for_tiles(Visit&& visit) {
+    constexpr int vectors = (DIM + WIDTH - 1) / WIDTH;
+    constexpr int lanes = DIM - (vectors - 1) * WIDTH;
+    constexpr int whole = (vectors - 1) / TILE_VECTORS;
+    constexpr int rest = vectors - whole * TILE_VECTORS;
+    if constexpr (whole > 0) {
+        for (int tile = 0; tile < whole; ++tile) {
+            visit(constant<TILE_VECTORS>(), constant<WIDTH>(), tile * TILE_VECTORS * WIDTH);
+        }
+    }
+    visit(constant<rest>(), constant<lanes>(), whole * TILE_VECTORS * WIDTH);
+}
+
 // ---- Rows to results ------------------------------------------------------------------------------
 
 constexpr int64_t CHUNK = 64;          // ids summed in order: the canonical sum, a constant of the semantics
@@ -267,23 +306,6 @@ Rows<Bucket> rows_of(const Call& call, const Feature& feature, int64_t last) {
     const int64_t* table = call.metadata + 2 * feature.table;
     return {call.values, Bucket::weighted ? call.weights : nullptr, reinterpret_cast<const char*>(table[0]),
             uint64_t(table[1]), uint64_t(feature.padding), feature.ahead, last, feature.pooling == Pooling::sqrtn};
-}
-
-// A tile is COUNT vectors of a row; LAST lanes of the final one are used. Rows up to 8 vectors are one tile.
-#define FOR_VECTORS(v) _Pragma("GCC unroll 32") for (int v = 0; v < COUNT; ++v)
-
-template <int COUNT, int LAST, class T>
-INLINE vec load_vector(const T* from, int v) {
-    return v + 1 < COUNT ? load<WIDTH>(from + v * WIDTH) : load<LAST>(from + v * WIDTH);
-}
-
-template <int COUNT, int LAST, class T>
-INLINE void store_vector(T* to, int v, vec x) {
-    if (v + 1 < COUNT) {
-        store<WIDTH>(to + v * WIDTH, x);
-    } else {
-        store<LAST>(to + v * WIDTH, x);
-    }
 }
 
 template <class Bucket>
@@ -420,24 +442,6 @@ NOINLINE void pool_longer_bag(Rows<Bucket>& rows, int64_t begin, int64_t end, in
     finish_bag<Bucket, COUNT, LAST>(bag, pooling, out);
 }
 
-template <int VALUE>
-using constant = std::integral_constant<int, VALUE>;
-
-// Calls visit(COUNT, LAST, first_element) for every tile of a row; the first two are compile-time constants.
-template <class Bucket, class Visit>
-INLINE void for_tiles(Visit&& visit) {
-    constexpr int vectors = (Bucket::dim + WIDTH - 1) / WIDTH;
-    constexpr int lanes = Bucket::dim - (vectors - 1) * WIDTH;
-    constexpr int whole = (vectors - 1) / Bucket::tile_vectors;
-    constexpr int rest = vectors - whole * Bucket::tile_vectors;
-    if constexpr (whole > 0) {
-        for (int tile = 0; tile < whole; ++tile) {
-            visit(constant<Bucket::tile_vectors>(), constant<WIDTH>(), tile * Bucket::tile_vectors * WIDTH);
-        }
-    }
-    visit(constant<rest>(), constant<lanes>(), whole * Bucket::tile_vectors * WIDTH);
-}
-
 // Pools the bags [first, last) of a feature; bags are numbered over the whole batch, feature-major.
 template <class Bucket>
 void pool_bags(Call& call, const Feature& feature, int64_t first, int64_t last, int64_t feature_begin) {
@@ -446,7 +450,7 @@ void pool_bags(Call& call, const Feature& feature, int64_t first, int64_t last, 
     out_t* out = call.pooled + (first - feature_begin) * OUTPUT_WIDTH + feature.column;
     for (int64_t bag = first; bag < last; ++bag, out += OUTPUT_WIDTH) {
         const int64_t begin = call.offsets[bag], end = call.offsets[bag + 1];
-        for_tiles<Bucket>([&](auto count, auto lanes, int first_element) {
+        for_tiles<Bucket::dim>([&](auto count, auto lanes, int first_element) {
             out_t* to = out + first_element;
             if (UNLIKELY(end - begin > CHUNK)) {
                 pool_longer_bag<Bucket, count, lanes>(rows, begin, end, first_element, feature.pooling, to);
@@ -491,7 +495,7 @@ void sum_units(Call& call, const Feature& feature, int64_t bag, int64_t first, i
         const int64_t from = begin + unit * UNIT;
         const int64_t to = from + UNIT < end ? from + UNIT : end;
         float* record = records + unit * Records<Bucket>::floats;
-        for_tiles<Bucket>([&](auto count, auto lanes, int first_element) {
+        for_tiles<Bucket::dim>([&](auto count, auto lanes, int first_element) {
             const auto sum = sum_unit<Bucket, count, lanes>(rows, from, to, first_element);
             Records<Bucket>::put(record, first_element, sum);
         });
@@ -502,7 +506,7 @@ void sum_units(Call& call, const Feature& feature, int64_t bag, int64_t first, i
 template <class Bucket>
 void merge_units(Call& call, const Feature& feature, int64_t bag_in_feature, int64_t units, const float* records) {
     out_t* out = call.pooled + bag_in_feature * OUTPUT_WIDTH + feature.column;
-    for_tiles<Bucket>([&](auto count, auto lanes, int first_element) {
+    for_tiles<Bucket::dim>([&](auto count, auto lanes, int first_element) {
         Pyramid<Bucket, count> pyramid;
         for (int64_t unit = 0; unit < units; ++unit) {
             pyramid.push(Records<Bucket>::template get<count>(records + unit * Records<Bucket>::floats, first_element));
@@ -566,7 +570,6 @@ struct d128_fp32_sum {  // rows of 512 bytes, 512 apart: C3
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d64_fp32_sum {  // rows of 256 bytes, 256 apart: C12, C16, C21, C24
@@ -576,7 +579,6 @@ struct d64_fp32_sum {  // rows of 256 bytes, 256 apart: C12, C16, C21, C24
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d32_fp32_sum {  // rows of 128 bytes, 128 apart: C4, C10, C26
@@ -586,7 +588,6 @@ struct d32_fp32_sum {  // rows of 128 bytes, 128 apart: C4, C10, C26
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d16_fp32_sum {  // rows of 64 bytes, 64 apart: C1, C7, C11, C13, C15, C18, C19
@@ -596,7 +597,6 @@ struct d16_fp32_sum {  // rows of 64 bytes, 64 apart: C1, C7, C11, C13, C15, C18
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d8_fp32_sum {  // rows of 32 bytes, 32 apart: C2, C5, C6, C8, C9, C14, C17, C20, C22, C23, C25
@@ -606,7 +606,6 @@ struct d8_fp32_sum {  // rows of 32 bytes, 32 apart: C2, C5, C6, C8, C9, C14, C1
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 constexpr Feature FEATURE[FEATURES] = {

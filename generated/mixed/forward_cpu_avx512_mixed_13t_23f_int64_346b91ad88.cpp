@@ -196,6 +196,45 @@ constexpr int64_t OUTPUT_WIDTH = 11153;  // columns of the pooled output
 constexpr int64_t GRAIN_BYTES = 65536;  // bytes of rows below which another thread is not woken
 constexpr int PREFETCH = 2;  // into the level 2 cache
 
+constexpr int TILE_VECTORS = 8;  // most vector registers that hold a row's running sum
+
+// ---- Rows in tiles ----------------------------------------------------------------------------------
+
+// A tile is COUNT vectors of a row; LAST lanes of the final one are used. Rows up to 8 vectors are one tile.
+#define FOR_VECTORS(v) _Pragma("GCC unroll 32") for (int v = 0; v < COUNT; ++v)
+
+template <int COUNT, int LAST, class T>
+INLINE vec load_vector(const T* from, int v) {
+    return v + 1 < COUNT ? load<WIDTH>(from + v * WIDTH) : load<LAST>(from + v * WIDTH);
+}
+
+template <int COUNT, int LAST, class T>
+INLINE void store_vector(T* to, int v, vec x) {
+    if (v + 1 < COUNT) {
+        store<WIDTH>(to + v * WIDTH, x);
+    } else {
+        store<LAST>(to + v * WIDTH, x);
+    }
+}
+
+template <int VALUE>
+using constant = std::integral_constant<int, VALUE>;
+
+// Calls visit(COUNT, LAST, first_element) for every tile of a row; the first two are compile-time constants.
+template <int DIM, class Visit>
+INLINE void for_tiles(Visit&& visit) {
+    constexpr int vectors = (DIM + WIDTH - 1) / WIDTH;
+    constexpr int lanes = DIM - (vectors - 1) * WIDTH;
+    constexpr int whole = (vectors - 1) / TILE_VECTORS;
+    constexpr int rest = vectors - whole * TILE_VECTORS;
+    if constexpr (whole > 0) {
+        for (int tile = 0; tile < whole; ++tile) {
+            visit(constant<TILE_VECTORS>(), constant<WIDTH>(), tile * TILE_VECTORS * WIDTH);
+        }
+    }
+    visit(constant<rest>(), constant<lanes>(), whole * TILE_VECTORS * WIDTH);
+}
+
 // ---- Rows to results ------------------------------------------------------------------------------
 
 constexpr int64_t CHUNK = 64;          // ids summed in order: the canonical sum, a constant of the semantics
@@ -272,23 +311,6 @@ Rows<Bucket> rows_of(const Call& call, const Feature& feature, int64_t last) {
     const int64_t* table = call.metadata + 2 * feature.table;
     return {call.values, Bucket::weighted ? call.weights : nullptr, reinterpret_cast<const char*>(table[0]),
             uint64_t(table[1]), uint64_t(feature.padding), feature.ahead, last, feature.pooling == Pooling::sqrtn};
-}
-
-// A tile is COUNT vectors of a row; LAST lanes of the final one are used. Rows up to 8 vectors are one tile.
-#define FOR_VECTORS(v) _Pragma("GCC unroll 32") for (int v = 0; v < COUNT; ++v)
-
-template <int COUNT, int LAST, class T>
-INLINE vec load_vector(const T* from, int v) {
-    return v + 1 < COUNT ? load<WIDTH>(from + v * WIDTH) : load<LAST>(from + v * WIDTH);
-}
-
-template <int COUNT, int LAST, class T>
-INLINE void store_vector(T* to, int v, vec x) {
-    if (v + 1 < COUNT) {
-        store<WIDTH>(to + v * WIDTH, x);
-    } else {
-        store<LAST>(to + v * WIDTH, x);
-    }
 }
 
 template <class Bucket>
@@ -425,24 +447,6 @@ NOINLINE void pool_longer_bag(Rows<Bucket>& rows, int64_t begin, int64_t end, in
     finish_bag<Bucket, COUNT, LAST>(bag, pooling, out);
 }
 
-template <int VALUE>
-using constant = std::integral_constant<int, VALUE>;
-
-// Calls visit(COUNT, LAST, first_element) for every tile of a row; the first two are compile-time constants.
-template <class Bucket, class Visit>
-INLINE void for_tiles(Visit&& visit) {
-    constexpr int vectors = (Bucket::dim + WIDTH - 1) / WIDTH;
-    constexpr int lanes = Bucket::dim - (vectors - 1) * WIDTH;
-    constexpr int whole = (vectors - 1) / Bucket::tile_vectors;
-    constexpr int rest = vectors - whole * Bucket::tile_vectors;
-    if constexpr (whole > 0) {
-        for (int tile = 0; tile < whole; ++tile) {
-            visit(constant<Bucket::tile_vectors>(), constant<WIDTH>(), tile * Bucket::tile_vectors * WIDTH);
-        }
-    }
-    visit(constant<rest>(), constant<lanes>(), whole * Bucket::tile_vectors * WIDTH);
-}
-
 // Pools the bags [first, last) of a feature; bags are numbered over the whole batch, feature-major.
 template <class Bucket>
 void pool_bags(Call& call, const Feature& feature, int64_t first, int64_t last, int64_t feature_begin) {
@@ -451,7 +455,7 @@ void pool_bags(Call& call, const Feature& feature, int64_t first, int64_t last, 
     out_t* out = call.pooled + (first - feature_begin) * OUTPUT_WIDTH + feature.column;
     for (int64_t bag = first; bag < last; ++bag, out += OUTPUT_WIDTH) {
         const int64_t begin = call.offsets[bag], end = call.offsets[bag + 1];
-        for_tiles<Bucket>([&](auto count, auto lanes, int first_element) {
+        for_tiles<Bucket::dim>([&](auto count, auto lanes, int first_element) {
             out_t* to = out + first_element;
             if (UNLIKELY(end - begin > CHUNK)) {
                 pool_longer_bag<Bucket, count, lanes>(rows, begin, end, first_element, feature.pooling, to);
@@ -496,7 +500,7 @@ void sum_units(Call& call, const Feature& feature, int64_t bag, int64_t first, i
         const int64_t from = begin + unit * UNIT;
         const int64_t to = from + UNIT < end ? from + UNIT : end;
         float* record = records + unit * Records<Bucket>::floats;
-        for_tiles<Bucket>([&](auto count, auto lanes, int first_element) {
+        for_tiles<Bucket::dim>([&](auto count, auto lanes, int first_element) {
             const auto sum = sum_unit<Bucket, count, lanes>(rows, from, to, first_element);
             Records<Bucket>::put(record, first_element, sum);
         });
@@ -507,7 +511,7 @@ void sum_units(Call& call, const Feature& feature, int64_t bag, int64_t first, i
 template <class Bucket>
 void merge_units(Call& call, const Feature& feature, int64_t bag_in_feature, int64_t units, const float* records) {
     out_t* out = call.pooled + bag_in_feature * OUTPUT_WIDTH + feature.column;
-    for_tiles<Bucket>([&](auto count, auto lanes, int first_element) {
+    for_tiles<Bucket::dim>([&](auto count, auto lanes, int first_element) {
         Pyramid<Bucket, count> pyramid;
         for (int64_t unit = 0; unit < units; ++unit) {
             pyramid.push(Records<Bucket>::template get<count>(records + unit * Records<Bucket>::floats, first_element));
@@ -571,7 +575,6 @@ struct d4096_bf16_sum {  // rows of 8192 bytes, 8192 apart: text
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d4096_bf16_max {  // rows of 8192 bytes, 8192 apart: best_text
@@ -581,7 +584,6 @@ struct d4096_bf16_max {  // rows of 8192 bytes, 8192 apart: best_text
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = true;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d1000_fp32_sum {  // rows of 4000 bytes, 4000 apart: image
@@ -591,7 +593,6 @@ struct d1000_fp32_sum {  // rows of 4000 bytes, 4000 apart: image
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d1000_fp8_e4m3_sum {  // rows of 1000 bytes, 1008 apart: audio
@@ -601,7 +602,6 @@ struct d1000_fp8_e4m3_sum {  // rows of 1000 bytes, 1008 apart: audio
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d64_fp32_sum_weighted {  // rows of 256 bytes, 256 apart: clicked, basket
@@ -611,7 +611,6 @@ struct d64_fp32_sum_weighted {  // rows of 256 bytes, 256 apart: clicked, basket
     static constexpr bool weighted = true;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d64_fp32_sum {  // rows of 256 bytes, 256 apart: bought
@@ -621,7 +620,6 @@ struct d64_fp32_sum {  // rows of 256 bytes, 256 apart: bought
     static constexpr bool weighted = false;
     static constexpr bool padded = true;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d64_fp32_max {  // rows of 256 bytes, 256 apart: viewed
@@ -631,7 +629,6 @@ struct d64_fp32_max {  // rows of 256 bytes, 256 apart: viewed
     static constexpr bool weighted = false;
     static constexpr bool padded = true;
     static constexpr bool is_max = true;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d64_fp32_concat_weighted {  // rows of 256 bytes, 256 apart: last_items
@@ -641,7 +638,6 @@ struct d64_fp32_concat_weighted {  // rows of 256 bytes, 256 apart: last_items
     static constexpr bool weighted = true;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d128_fp16_sum {  // rows of 256 bytes, 256 apart: query_terms
@@ -651,7 +647,6 @@ struct d128_fp16_sum {  // rows of 256 bytes, 256 apart: query_terms
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d128_fp16_none_weighted {  // rows of 256 bytes, 256 apart: query_words
@@ -661,7 +656,6 @@ struct d128_fp16_none_weighted {  // rows of 256 bytes, 256 apart: query_words
     static constexpr bool weighted = true;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d128_bf16_sum {  // rows of 256 bytes, 256 apart: shop
@@ -671,7 +665,6 @@ struct d128_bf16_sum {  // rows of 256 bytes, 256 apart: shop
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d33_bf16_sum_weighted {  // rows of 66 bytes, 72 apart: site
@@ -681,7 +674,6 @@ struct d33_bf16_sum_weighted {  // rows of 66 bytes, 72 apart: site
     static constexpr bool weighted = true;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d33_bf16_concat {  // rows of 66 bytes, 72 apart: site_pairs
@@ -691,7 +683,6 @@ struct d33_bf16_concat {  // rows of 66 bytes, 72 apart: site_pairs
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d16_fp32_sum {  // rows of 64 bytes, 64 apart: city
@@ -701,7 +692,6 @@ struct d16_fp32_sum {  // rows of 64 bytes, 64 apart: city
     static constexpr bool weighted = false;
     static constexpr bool padded = true;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d16_fp32_none {  // rows of 64 bytes, 64 apart: home_city
@@ -711,7 +701,6 @@ struct d16_fp32_none {  // rows of 64 bytes, 64 apart: home_city
     static constexpr bool weighted = false;
     static constexpr bool padded = true;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d64_fp8_e4m3_sum {  // rows of 64 bytes, 64 apart: brand
@@ -721,7 +710,6 @@ struct d64_fp8_e4m3_sum {  // rows of 64 bytes, 64 apart: brand
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d64_fp8_e4m3_sum_weighted {  // rows of 64 bytes, 64 apart: favourite_brands
@@ -731,7 +719,6 @@ struct d64_fp8_e4m3_sum_weighted {  // rows of 64 bytes, 64 apart: favourite_bra
     static constexpr bool weighted = true;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d16_fp8_e4m3_none {  // rows of 16 bytes, 16 apart: token_ids
@@ -741,7 +728,6 @@ struct d16_fp8_e4m3_none {  // rows of 16 bytes, 16 apart: token_ids
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d7_fp16_sum {  // rows of 14 bytes, 14 apart: browser
@@ -751,7 +737,6 @@ struct d7_fp16_sum {  // rows of 14 bytes, 14 apart: browser
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d3_fp32_sum {  // rows of 12 bytes, 12 apart: device
@@ -761,7 +746,6 @@ struct d3_fp32_sum {  // rows of 12 bytes, 12 apart: device
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d3_fp32_max {  // rows of 12 bytes, 12 apart: device_history
@@ -771,7 +755,6 @@ struct d3_fp32_max {  // rows of 12 bytes, 12 apart: device_history
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = true;
-    static constexpr int tile_vectors = 8;
 };
 
 struct d1_fp32_sum {  // rows of 4 bytes, 4 apart: country
@@ -781,7 +764,6 @@ struct d1_fp32_sum {  // rows of 4 bytes, 4 apart: country
     static constexpr bool weighted = false;
     static constexpr bool padded = false;
     static constexpr bool is_max = false;
-    static constexpr int tile_vectors = 8;
 };
 
 constexpr Feature FEATURE[FEATURES] = {

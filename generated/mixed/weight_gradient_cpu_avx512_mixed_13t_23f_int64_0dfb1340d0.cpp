@@ -248,6 +248,14 @@ bool offsets_are_good(const Call& call) {
     return !bad;
 }
 
+template <int BYTES>
+INLINE void request(const void* from) {
+    const char* line = static_cast<const char*>(from);
+#pragma GCC unroll 64
+    for (int byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(line + byte, 0, PREFETCH);
+    if constexpr (BYTES % 64 != 0) __builtin_prefetch(line + BYTES - 1, 0, PREFETCH);
+}
+
 // ---- Rows in tiles ----------------------------------------------------------------------------------
 
 // A tile is COUNT vectors of a row; LAST lanes of the final one are used. Rows up to 8 vectors are one tile.
@@ -283,14 +291,6 @@ INLINE void for_tiles(Visit&& visit) {
         }
     }
     visit(constant<rest>(), constant<lanes>(), whole * TILE_VECTORS * WIDTH);
-}
-
-template <int BYTES>
-INLINE void request(const void* from) {
-    const char* line = static_cast<const char*>(from);
-#pragma GCC unroll 64
-    for (int byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(line + byte, 0, PREFETCH);
-    if constexpr (BYTES % 64 != 0) __builtin_prefetch(line + BYTES - 1, 0, PREFETCH);
 }
 
 // While one exists, this thread computes with denormals, whatever mode its owner set (torch.set_flush_denormal): the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from embforge.training.facade import FusedOptimizer
 from embforge.training.trainer import Trainer
 
 
-class Trained(nn.Module):
+class Trained(nn.Module, ABC):
     """Tables with a way to train them. Lookups come from the class that derives from it."""
 
     spec: CollectionSpec
@@ -108,9 +109,9 @@ class Trained(nn.Module):
         found: dict[str, StaticTable] = tables._modules
         return found
 
+    @abstractmethod
     def _moved(self, device: torch.device) -> None:
         """Tables have gone to a device, or are about to."""
-        raise NotImplementedError
 
     def _blocks(self) -> list[Tensor]:
         return [table.block for table in self._tables().values()]

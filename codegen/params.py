@@ -12,9 +12,13 @@ from typing import Any
 from embforge.codegen.errors import PlanError
 
 
-def tunable(default: Any, choices: tuple[Any, ...], doc: str) -> Any:
-    """A dataclass field with its allowed values and its meaning."""
-    return field(default=default, metadata={"choices": choices, "doc": doc})
+def tunable(default: Any, choices: tuple[Any, ...], doc: str, covered: tuple[Any, ...] | None = None) -> Any:
+    """A dataclass field with its allowed values and its meaning.
+
+    `covered`: the values that stand for all where every pair of choices is to be verified, if the others are the same
+    code with another number.
+    """
+    return field(default=default, metadata={"choices": choices, "doc": doc, "covered": covered or choices})
 
 
 class _Checked:
@@ -38,6 +42,23 @@ def _same(value: Any, choice: Any) -> bool:
     return type(value) is type(choice) and bool(value == choice)
 
 
+def _threads() -> Any:
+    return tunable(
+        0,
+        (0, 1, 2, 4, 8, 16, 32, 64),
+        "most threads a call takes; 0: as many as torch has",
+        covered=(0, 1, 2),
+    )
+
+
+def _grain_bytes() -> Any:
+    return tunable(
+        65536,
+        (16384, 65536, 262144, 1048576),
+        "bags or ids a task, in the bytes that they move: no thread is woken for less",
+    )
+
+
 @dataclass(frozen=True)
 class CpuParams(_Checked):
     """How the CPU forward kernel walks its rows."""
@@ -47,9 +68,18 @@ class CpuParams(_Checked):
     )
     prefetch_level: int = tunable(2, (1, 2), "the cache that rows are requested into")
     tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running sum")
-    grain_bytes: int = tunable(
-        65536, (16384, 65536, 262144), "bytes of rows below which another thread is not worth waking"
+    rows_unrolled: int = tunable(
+        1,
+        (1, 2, 4),
+        "rows of a bag whose loads stand before the first addition; fewer where registers cannot hold them",
     )
+    stores: str = tunable(
+        "cached",
+        ("cached", "streaming"),
+        "how results are written; streaming: past the caches, where the address is aligned and the processor can",
+    )
+    grain_bytes: int = _grain_bytes()
+    threads: int = _threads()
 
 
 @dataclass(frozen=True)
@@ -85,7 +115,8 @@ class CpuBackwardParams(_Checked):
     )
     prefetch_level: int = tunable(2, (1, 2), "the cache that they are requested into")
     tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running gradient")
-    grain_bytes: int = tunable(65536, (16384, 65536, 262144), "bytes of work below which no other thread is woken")
+    grain_bytes: int = _grain_bytes()
+    threads: int = _threads()
 
 
 @dataclass(frozen=True)

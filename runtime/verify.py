@@ -134,7 +134,7 @@ def plans_to_verify(spec: CollectionSpec, target: str, arch: str, params: Sequen
     given = [kind()] if params is None else params
     chosen = [(id_dtype, p) for p in given for id_dtype in reversed(ID_DTYPES)]
     if params is None:
-        choices = {f.name: f.metadata["choices"] for f in fields(kind)} | {"id_dtype": ID_DTYPES}
+        choices = {f.name: f.metadata["covered"] for f in fields(kind)} | {"id_dtype": ID_DTYPES}
         for row in covering(choices):
             id_dtype = row.pop("id_dtype")
             chosen.append((id_dtype, kind(**row)))

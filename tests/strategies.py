@@ -16,8 +16,8 @@ LENGTHS = ["usual", "one", "none", "edges"] * 3 + ["deep"]
 """Bags past 4096 ids, where the canonical sum has a third level, are dear: one batch in thirteen has some."""
 CPU_PARAMS = (
     CpuParams(),
-    CpuParams(prefetch_bytes=0, tile_vectors=2, grain_bytes=16384),
-    CpuParams(prefetch_bytes=1024, prefetch_level=1, tile_vectors=16, grain_bytes=262144),
+    CpuParams(prefetch_bytes=0, tile_vectors=2, rows_unrolled=4, stores="streaming", grain_bytes=16384),
+    CpuParams(prefetch_bytes=1024, prefetch_level=1, tile_vectors=16, rows_unrolled=2, grain_bytes=262144, threads=2),
 )
 CUDA_PARAMS = (
     CudaParams(),

@@ -59,7 +59,7 @@ def test_neon_gives_the_references_bits(output_dtype: str, tmp_path: Path) -> No
     if not shutil.which(COMPILER) or not shutil.which(EMULATOR):
         pytest.skip(f"no {COMPILER} or {EMULATOR}")
     spec = spec_of(output_dtype)
-    plan = Plan("forward", "cpu", "neon", "int64", spec, CpuParams(tile_vectors=2))
+    plan = Plan("forward", "cpu", "neon", "int64", spec, CpuParams(tile_vectors=2, rows_unrolled=4))
     tables = random_tables(plan)
     batch, elements = random_batch(plan, long_bag=9000)
     blocks = [t.as_strided((t.shape[0], t.stride(0)), (t.stride(0), 1)).view(torch.uint8) for t in tables]

@@ -144,8 +144,8 @@ def test_plans_cover_every_pair_of_choices(target: str) -> None:
     wanted = {
         (a.name, x, b.name, y)
         for a, b in combinations(fields(kind), 2)
-        for x in a.metadata["choices"]
-        for y in b.metadata["choices"]
+        for x in a.metadata["covered"]
+        for y in b.metadata["covered"]
     }
     assert wanted <= seen
     assert {p.id_dtype for p in plans} == {"int32", "int64"}

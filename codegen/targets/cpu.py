@@ -21,7 +21,8 @@ from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import arguments_of, prototype
 from embforge.codegen.targets import Source, Target
 from embforge.codegen.targets.cpu_backward import backward_facts, reduce_facts, weight_gradient_facts
-from embforge.codegen.targets.isa import CACHE_LINE, CACHED_TABLE_BYTES, FLAGS, Isa, isa_of
+from embforge.codegen.targets.cpu_geometry import lies_in_cache, rows_at_once, streams_results, touched_bytes
+from embforge.codegen.targets.isa import FLAGS, isa_of
 
 BAG_OVERHEAD_BYTES = 64
 """What starting a bag costs, in bytes of rows that could have been read meanwhile."""
@@ -39,8 +40,11 @@ def facts(plan: Plan) -> dict[str, Any]:
         "isa": isa,
         "chunk": CHUNK,
         "params": params,
+        "rows_at_once": [rows_at_once(n, params.rows_unrolled, isa) for n in range(1, params.tile_vectors + 1)],
+        "streams": params.stores == "streaming" and streams_results(plan.layout, isa),
         "id_type": DTYPES[plan.id_dtype].c_type,
         "out_type": DTYPES[plan.spec.output_dtype].c_type,
+        "result_bytes": isa.width * DTYPES[plan.spec.output_dtype].bytes,
         "output_width": plan.layout.output_width,
         "trains": plan.op == "forward_train",
         "divisor_width": plan.layout.divisor_width,
@@ -48,7 +52,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "arguments": arguments_of("cpu", plan.op),
         "prototype": prototype("cpu", plan.op),
         "buckets": [_bucket_facts(bucket) for bucket in plan.buckets],
-        "features": [_feature_facts(plan, placed, buckets[placed.index], isa) for placed in plan.layout.features],
+        "features": [_feature_facts(plan, placed, buckets[placed.index]) for placed in plan.layout.features],
     }
 
 
@@ -101,7 +105,7 @@ def _bucket_facts(bucket: Bucket) -> dict[str, Any]:
     }
 
 
-def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket, isa: Isa) -> dict[str, Any]:
+def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket) -> dict[str, Any]:
     feature = placed.feature
     pooled = bucket.pooling in ("sum", "max")
     runner = "pool_bags" if pooled else "concat_bags"
@@ -124,21 +128,15 @@ def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket, isa: Isa) 
         "sum_units": f"sum_units<{bucket.label}>" if pooled else "nullptr",
         "merge_units": f"merge_units<{bucket.label}>" if pooled else "nullptr",
         "record_floats": f"Records<{bucket.label}>::floats" if pooled else "0",
-        "row_cost": _touched_bytes(bucket) + (result_bytes if feature.pooling == "none" else 0),
+        "row_cost": touched_bytes(bucket.row_bytes) + (result_bytes if feature.pooling == "none" else 0),
         "bag_cost": 0 if feature.pooling == "none" else result_bytes + BAG_OVERHEAD_BYTES,
     }
 
 
 def _rows_ahead(plan: Plan, placed: FeatureLayout, bucket: Bucket) -> int:
-    table = plan.layout.tables[placed.table_index]
-    if table.stride_bytes * table.table.num_embeddings <= CACHED_TABLE_BYTES:
+    if lies_in_cache(plan.layout.tables[placed.table_index]):
         return 0
-    return -(-_params(plan).prefetch_bytes // _touched_bytes(bucket))
-
-
-def _touched_bytes(bucket: Bucket) -> int:
-    """Bytes of the cache lines that a row lies on, at best."""
-    return -(-bucket.row_bytes // CACHE_LINE) * CACHE_LINE
+    return -(-_params(plan).prefetch_bytes // touched_bytes(bucket.row_bytes))
 
 
 CPU = Target(

@@ -14,7 +14,8 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
 from embforge.codegen.signature import UPDATE_METADATA_WORDS, arguments_of, prototype
-from embforge.codegen.targets.isa import CACHE_LINE, CACHED_TABLE_BYTES, FLAGS, isa_of
+from embforge.codegen.targets.cpu_geometry import lies_in_cache, touched_bytes
+from embforge.codegen.targets.isa import FLAGS, isa_of
 
 EXPONENT = {"fp32": "0x7f800000", "fp16": "0x7c00", "bf16": "0x7f80"}
 """The bits that are all ones in numbers that are not finite."""
@@ -105,7 +106,7 @@ def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
             "dim": table.table.embedding_dim,
             "table_type": DTYPES[table.table.dtype].c_type,
             "stride_bytes": table.stride_bytes,
-            "ahead": max(1, _params(plan).prefetch_bytes // _lines(table.row_bytes)),
+            "ahead": max(1, _params(plan).prefetch_bytes // touched_bytes(table.row_bytes)),
         }
         for label, table in weighted.items()
     ]
@@ -184,9 +185,8 @@ def _features(layout: CollectionLayout) -> list[dict[str, Any]]:
 def _table_facts(plan: Plan, placed: TableLayout, kind: Kind, label: str) -> dict[str, Any]:
     table, params = placed.table, _params(plan)
     key_bits = (table.num_embeddings - 1).bit_length()
-    row_bytes = _lines(placed.row_bytes) + _lines(placed.state_stride_bytes)
-    item_bytes = _lines(table.embedding_dim * _source_bytes(plan, kind))
-    cached = (placed.stride_bytes + placed.state_stride_bytes) * table.num_embeddings <= CACHED_TABLE_BYTES
+    row_bytes = touched_bytes(placed.row_bytes) + touched_bytes(placed.state_stride_bytes)
+    item_bytes = touched_bytes(table.embedding_dim * _source_bytes(plan, kind))
     return {
         "name": table.name,
         "label": label,
@@ -194,7 +194,7 @@ def _table_facts(plan: Plan, placed: TableLayout, kind: Kind, label: str) -> dic
         "key_bits": key_bits,
         "shift": 64 - key_bits if key_bits else 63,
         "direct": kind.direct,
-        "rows_ahead": 0 if cached else -(-params.prefetch_bytes // row_bytes),
+        "rows_ahead": 0 if lies_in_cache(placed) else -(-params.prefetch_bytes // row_bytes),
         "gradients_ahead": -(-params.prefetch_bytes // item_bytes),
         "word_cost": 2 * row_bytes + item_bytes,
     }
@@ -230,8 +230,3 @@ def _buckets(plan: Plan, kinds: list[Kind], labels: list[str]) -> list[dict[str,
 
 def _source_bytes(plan: Plan, kind: Kind) -> int:
     return DTYPES["fp32" if "scaled" in kind.sources else plan.spec.output_dtype].bytes
-
-
-def _lines(row_bytes: int) -> int:
-    """Bytes of the cache lines that so many bytes lie on, at best."""
-    return -(-row_bytes // CACHE_LINE) * CACHE_LINE

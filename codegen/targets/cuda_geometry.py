@@ -257,7 +257,7 @@ def _fitted(plan: Plan, members: tuple[BucketGeometry, ...]) -> tuple[BucketGeom
     """One kernel's buckets, with as many ids and bags staged as its shared memory holds."""
     for shrink in SHRINKS:
         found = tuple(_bucket_geometry(plan, g.bucket, g.first, *shrink) for g in members)
-        need = _shared_bytes(plan, found)
+        need = shared_bytes(plan, found)
         if need <= MAX_STATIC_SHARED:
             return found
     params = cuda_params(plan)
@@ -270,7 +270,7 @@ def _fitted(plan: Plan, members: tuple[BucketGeometry, ...]) -> tuple[BucketGeom
     )
 
 
-def _shared_bytes(plan: Plan, members: tuple[BucketGeometry, ...]) -> int:
+def shared_bytes(plan: Plan, members: tuple[BucketGeometry, ...]) -> int:
     """Shared memory of a block of one kernel, at most."""
     stage, copy = stage_sizes(members), copy_sizes(members)
     pooled = (stage["bags"] + stage["groups"]) * DTYPES[plan.id_dtype].bytes + stage["slots"] * row_bytes(plan)

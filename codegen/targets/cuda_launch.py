@@ -140,7 +140,7 @@ def shape_of(plan: Plan) -> LaunchShape:
     return LaunchShape(
         block=params.block,
         kernels=tuple(
-            (symbol, tuple(_range_of(g) for g in members))
+            (symbol, tuple(range_of(g) for g in members))
             for symbol, members in zip(main_symbols(plan), register_classes(geometry), strict=True)
         ),
         long_symbols=long_symbols(plan) if any(g.pooled for g in geometry) else None,
@@ -150,7 +150,8 @@ def shape_of(plan: Plan) -> LaunchShape:
     )
 
 
-def _range_of(g: BucketGeometry) -> BlockRange:
+def range_of(g: BucketGeometry) -> BlockRange:
+    """The blocks of a bucket."""
     features = g.bucket.features
     hotness = tuple(f.feature.hotness or 1 for f in features) if g.bucket.pooling == "concat" else ()
     return BlockRange(g.bucket.pooling, g.tiles * (len(features) if g.pooled else 1), g.min_run, g.run, hotness)

@@ -1,4 +1,4 @@
-"""Instruction sets of the host that kernels are written for, and facts about its caches."""
+"""Instruction sets of the host that kernels are written for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 from embforge.codegen.errors import PlanError
 from embforge.codegen.plan import Plan
-
-CACHE_LINE = 64
-
-CACHED_TABLE_BYTES = 1 << 19
-"""A table of this size lies in a core's own cache after a few batches: prefetching it only costs instructions."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 
@@ -24,6 +19,12 @@ class Isa:
     width: int
     header: str | None
     flags: tuple[str, ...]
+    registers: int
+    """That hold a vector."""
+    register_class: str | None
+    """How inline assembly names them; None: not known beforehand."""
+    streams: bool
+    """Whether it can store past the caches."""
 
 
 ISAS: dict[str, Isa] = {
@@ -35,10 +36,22 @@ ISAS: dict[str, Isa] = {
             16,
             "immintrin.h",
             ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512", "-mavx2", "-mf16c"),
+            registers=32,
+            register_class="v",
+            streams=True,
         ),
-        Isa("avx2", "AVX2 and F16C", 8, "immintrin.h", ("-mavx2", "-mf16c")),
-        Isa("neon", "NEON", 4, "arm_neon.h", ()),
-        Isa("generic", "plain vectors", 4, None, ()),
+        Isa(
+            "avx2",
+            "AVX2 and F16C",
+            8,
+            "immintrin.h",
+            ("-mavx2", "-mf16c"),
+            registers=16,
+            register_class="x",
+            streams=True,
+        ),
+        Isa("neon", "NEON", 4, "arm_neon.h", (), registers=32, register_class="w", streams=False),
+        Isa("generic", "plain vectors", 4, None, (), registers=16, register_class=None, streams=False),
     )
 }
 

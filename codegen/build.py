@@ -47,7 +47,7 @@ def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False, a
     directory or a forbidden compiler cannot keep it from making the kernel.
     """
     target, source = target_named(plan.target), source_of(plan)
-    directory = kernels or (None if ahead_of_time else _directory_from_environment())
+    directory = kernels or (None if ahead_of_time else directory_from_environment())
     if directory is not None and (record := manifest.find_kernel(directory, plan, source)):
         figures = record["symbols"] if resources else []
         return Built(plan, directory / record["source"], directory / record["binary"], figures, cached=True)
@@ -61,7 +61,7 @@ def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False, a
 def locate(plan: Plan, *, kernels: Path | None = None) -> Path | None:
     """Where `build` would find the plan's binary without compiling it, or None."""
     target, source = target_named(plan.target), source_of(plan)
-    directory = kernels or _directory_from_environment()
+    directory = kernels or directory_from_environment()
     if directory is not None and (record := manifest.find_kernel(directory, plan, source)):
         return directory / str(record["binary"])
     entry = _cached(plan, target, source)
@@ -129,7 +129,8 @@ def _reader() -> str:
     return cache.key_of({item.name: item.read_text("utf-8") for item in modules if item.name.endswith(".py")})
 
 
-def _directory_from_environment() -> Path | None:
+def directory_from_environment() -> Path | None:
+    """Where kernels are looked for before the cache: `EMBFORGE_KERNELS`, if it is set."""
     chosen = os.environ.get("EMBFORGE_KERNELS")
     return Path(chosen).expanduser() if chosen else None
 

@@ -41,3 +41,11 @@ class CacheError(EmbforgeError, RuntimeError):
 
 class RuleError(EmbforgeError, ValueError):
     """An update rule that cannot be used: names the rule, the line, what is wrong there and what is allowed."""
+
+
+class WorkloadError(EmbforgeError, ValueError):
+    """A workload or a recorded trace that cannot be used: names the part or the file, what is allowed, what to do."""
+
+
+class TunedError(EmbforgeError, ValueError):
+    """A tuned result that cannot be read, found or stored: names the file, what is wrong and the remedy."""

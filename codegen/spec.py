@@ -143,6 +143,12 @@ class CollectionSpec:
                     f"table={table.name!r} or remove the table"
                 )
 
+    @property
+    def origin(self) -> Path | None:
+        """The file it was read from; beside it lies the project's tuned store. No part of equality or of `to_dict`."""
+        found: Path | None = self.__dict__.get("_origin")
+        return found
+
     def table(self, name: str) -> TableSpec:
         """The table of that name; `SpecError` naming the known ones otherwise."""
         for candidate in self.tables:
@@ -182,9 +188,11 @@ class CollectionSpec:
         if NAME_PATTERN.fullmatch(path.stem):
             data.setdefault("name", path.stem)
         try:
-            return cls.from_dict(data)
+            spec = cls.from_dict(data)
         except SpecError as error:
             raise SpecError(f"{path}: {error}") from None
+        object.__setattr__(spec, "_origin", path.absolute())
+        return spec
 
     def to_toml(self) -> str:
         """The spec as TOML text that `from_toml` reads back to an equal spec."""

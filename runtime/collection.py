@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,14 +15,17 @@ from embforge import ops
 from embforge.arguments import sequence_elements
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.machine import host_isa
-from embforge.codegen.params import Params, params_type
+from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
+from embforge.codegen.tuned.choose import Choice
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of
+from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
 from embforge.storage.static import StaticTable, Tables
+from embforge.trace_file import FILE_VARIABLE
 from embforge.training.calls import Programs
 from embforge.training.numbers import drawn_seed
 from embforge.training.trained import Trained
@@ -64,7 +69,8 @@ class EmbeddingCollection(Trained):
     "simt" (the CUDA kernels executed on the CPU, slowly, every access checked) or "reference"; None picks by device.
     `bounds_check`: "error" raises IndexError for an id outside its table, "zero" takes such ids as absent, "unchecked"
     trusts them. `kernels`: a directory that `embforge gen` wrote, looked in before the cache. `params`,
-    `backward_params`: plan fields to use instead of the default.
+    `backward_params`: plan fields to use; None: what `embforge tune` found for this spec and machine, else the default.
+    `batch_size`: the usual samples a call, if known: it chooses among tuned results and limits nothing.
 
     `optimizer`: one of `ef.optim`, which updates rows in the backward pass (every forward's backward is one update), or
     with `accumulate=True` in `step()`; None: tables are parameters with sparse gradients for torch.optim.
@@ -81,6 +87,7 @@ class EmbeddingCollection(Trained):
         kernels: str | Path | None = None,
         params: Params | None = None,
         backward_params: Params | None = None,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(spec, CollectionSpec):
@@ -99,8 +106,12 @@ class EmbeddingCollection(Trained):
         self._bounds_check: str = bounds_check
         self.backend = _backend(backend, device)
         self.kernels = str(kernels) if kernels is not None else None
-        self._params = _params(params, self.backend)
-        self._backward_params = _params(backward_params, self.backend, "backward")
+        self._given: dict[str, Params | None] = {"forward": params, "backward": backward_params}
+        for op, fields in self._given.items():
+            check_given(fields, self.backend, op)
+        check_batch_size(batch_size)
+        self._batch_size = batch_size
+        self._choices: dict[str, Choices] = {}
         self.tables = Tables()
         for table in self.layout.tables:
             # Past add_module's check: a table may be called `forward` or `type`.
@@ -111,6 +122,10 @@ class EmbeddingCollection(Trained):
         self.reset_parameters()
         if self._fused and device.type != "meta":  # drawn behind the rows, so that these do not depend on the optimizer
             self.seed(drawn_seed())
+        if FILE_VARIABLE in os.environ:
+            from embforge.recording import record_as_environment_says
+
+            record_as_environment_says(self)
 
     def reset_parameters(self) -> None:
         """Draws all rows anew, uniformly from +-1/sqrt(rows); optimizer states and the step begin anew too."""
@@ -186,6 +201,14 @@ class EmbeddingCollection(Trained):
     def plans(self, id_dtype: str = "int64") -> dict[str, Plan]:
         """The plans of all that calls with such ids may run, by what they are for."""
         return self._plans(id_dtype, self.device)
+
+    def choices(self, id_dtype: str = "int64") -> dict[str, Choice]:
+        """Of each of these plans: its fields, and why these."""
+        chosen = self._choices[id_dtype]
+        plans = self.plans(id_dtype)
+        return {
+            name: chosen["forward" if plan.op.startswith("forward") else "backward"] for name, plan in plans.items()
+        }
 
     def extra_repr(self) -> str:
         spec = self.spec
@@ -287,13 +310,21 @@ class EmbeddingCollection(Trained):
 
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
+        chosen = choose_params(self.spec, self.backend, device, self._given, self._trainer.update, self._batch_size)
+        self._choices = {
+            name: usable(chosen, partial(self._plans_with, name, device), self.kernels) for name in ID_DTYPES.values()
+        }
         return {
             dtype: self._trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
         }
 
     def _plans(self, id_dtype: str, device: torch.device) -> dict[str, Plan]:
+        chosen = self._choices[id_dtype]
+        return self._plans_with(id_dtype, device, chosen["forward"].params, chosen["backward"].params)
+
+    def _plans_with(self, id_dtype: str, device: torch.device, params: Params, behind: Params) -> dict[str, Plan]:
         arch = arch_of(self.backend, device)
-        return self._trainer.plans(self.spec, self.backend, arch, id_dtype, self._params, self._backward_params)
+        return self._trainer.plans(self.spec, self.backend, arch, id_dtype, params, behind)
 
     def _program(self, batch: Batch) -> Programs:
         return self._programs[batch.values.dtype]
@@ -336,15 +367,15 @@ class EmbeddingCollection(Trained):
         self._ready = {}
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = _backend(None, device)
-            self._params = _params(None, self.backend)
-            self._backward_params = _params(None, self.backend, "backward")
+            self._given = dict.fromkeys(self._given)
         self._trainer.move(device)
         if self._facade is not None:
             self._facade.moved()
         self._programs = self._program_texts(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
+        kept = {name: value for name, value in self.__dict__.items() if name != "_lookup"}  # a recording's: see there
+        return {**kept, "_ready": {}, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -370,15 +401,6 @@ def _backend(wanted: str | None, device: torch.device) -> str:
             f"backend={wanted!r} does not work on device {str(device)!r}; allowed: {', '.join(DEVICES_OF[wanted])}"
         )
     return wanted
-
-
-def _params(given: Params | None, backend: str, op: str = "forward") -> Params:
-    kind = params_type(backend, op)
-    if given is None:
-        return kind()
-    if not isinstance(given, kind):
-        raise ValueError(f"params={given!r} does not fit {op} on backend {backend!r}; give a {kind.__name__}")
-    return given
 
 
 def arch_of(backend: str, device: torch.device) -> str:

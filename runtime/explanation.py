@@ -9,24 +9,28 @@ from embforge.codegen.buckets import Bucket
 from embforge.codegen.build import jit_allowed, locate
 from embforge.codegen.manifest import gen_command
 from embforge.codegen.plan import Plan
+from embforge.codegen.tuned.choose import Choice
 from embforge.collection import EmbeddingCollection
 
 
 def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
-    """Backend, optimizer, all kernels and where they come from, plan fields, buckets, memory. Compiles nothing."""
+    """Backend, optimizer, all kernels, where they come from, their plan fields and why, buckets, memory.
+
+    Compiles nothing.
+    """
     if not isinstance(module, EmbeddingCollection):
         raise TypeError(f"explain takes an EmbeddingCollection, got {module!r}")
-    plans = module.plans(id_dtype)
+    plans, choices = module.plans(id_dtype), module.choices(id_dtype)
     plan = plans["forward"]
     behind = [plans[name] for name in plans if name not in ("forward", "train")]
     roles = ROLES.items() if plan.target != "reference" else ()
     sections = [
         [f"{module.extra_repr()} on {module.device}, bounds_check={module.bounds_check}"],
-        _kernel(plan, module.kernels),
+        _kernel(plan, module.kernels, choices["forward"]),
         _fields(plan, "plan fields"),
         ["buckets (features that share one inner loop):", *map(_bucket, plan.buckets)],
         _memory(plan, module),
-        *(_kernel(plans[name], module.kernels, role) for name, role in roles if name in plans),
+        *(_kernel(plans[name], module.kernels, choices[name], role) for name, role in roles if name in plans),
         _fields(behind[0], "plan fields of the backward"),
     ]
     return "\n".join("\n  ".join(section) for section in sections if section)
@@ -43,7 +47,7 @@ ROLES = {
 """What plans of training are for."""
 
 
-def _kernel(plan: Plan, kernels: str | None, role: str = "kernel") -> list[str]:
+def _kernel(plan: Plan, kernels: str | None, choice: Choice, role: str = "kernel") -> list[str]:
     if plan.target == "reference":
         return ["kernel: none; plain torch operations"]
     if role == ROLES["train"] and plan.op == "forward":
@@ -56,7 +60,14 @@ def _kernel(plan: Plan, kernels: str | None, role: str = "kernel") -> list[str]:
         place = "not built yet: compiled at the first call"
     else:
         place = f"missing, and EMBFORGE_JIT forbids compiling it; make it by `{gen_command(plan, directory)}`"
-    return [f"{role}: {plan.uri}", place]
+    return [f"{role}: {plan.uri}", place, f"parameters: {_changed(plan)}; {choice.why}"]
+
+
+def _changed(plan: Plan) -> str:
+    """Plan fields that differ from the default."""
+    default = type(plan.params)()
+    names = [f.name for f in fields(plan.params) if getattr(plan.params, f.name) != getattr(default, f.name)]
+    return ", ".join(f"{name}={getattr(plan.params, name)}" for name in names) or "all as by default"
 
 
 def _fields(plan: Plan, title: str) -> list[str]:

@@ -13,11 +13,12 @@ ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _test_cache() -> None:
-    """Tests share one kernel cache of their own, so that they neither use nor fill the user's.
+def _test_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests share one kernel cache of their own, so that they neither use nor fill the user's; nor his tuned results.
 
     EMBFORGE_TEST_CACHE_DIR moves it. Workers of pytest-xdist come to the same place by themselves.
     """
+    os.environ["EMBFORGE_TUNED_DIR"] = str(tmp_path_factory.mktemp("tuned"))
     chosen = os.environ.get("EMBFORGE_TEST_CACHE_DIR")
     os.environ["EMBFORGE_CACHE_DIR"] = chosen or str(ROOT / ".pytest_cache" / "embforge")
     os.environ.pop("EMBFORGE_KERNELS", None)

@@ -22,7 +22,7 @@ PACKAGES = (
     "pydantic",
     "fbgemm-gpu-cpu",
 )
-SETTINGS = ("EMBFORGE_CACHE_DIR", "EMBFORGE_KERNELS", "EMBFORGE_JIT", "CXX")
+SETTINGS = ("EMBFORGE_CACHE_DIR", "EMBFORGE_TUNED_DIR", "EMBFORGE_KERNELS", "EMBFORGE_JIT", "CXX")
 
 
 @click.command()
@@ -73,8 +73,21 @@ def collect() -> dict[str, dict[str, Any]]:
         "packages": {name: machine.package_version(name) for name in PACKAGES},
         "gpus": _gpus(),
         "cache": {"directory": cache},
+        "tuned": _tuned(),
         "settings": {name: os.environ.get(name) for name in SETTINGS},
     }
+
+
+def _tuned() -> dict[str, str]:
+    """The stores of tuned results as a spec without a file of its own sees them."""
+    from embforge.codegen.tuned.stores import read_store, store_dirs
+
+    told: dict[str, str] = {}
+    for name, directory in store_dirs().items():
+        found, problems = read_store(name, directory)
+        skipped = f", {len(problems)} skipped" if problems else ""
+        told[name] = f"{directory} ({len(found)} results{skipped})"
+    return told
 
 
 def _gpus() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from embforge.codegen.cli.common import (
     stage_bar,
     training_plans_for,
 )
+from embforge.codegen.cli.tuned_plans import tuned_plans_for
 
 if TYPE_CHECKING:
     from embforge.codegen.plan import Plan
@@ -50,6 +51,14 @@ ID_CHOICES = {"int64": ("int64",), "int32": ("int32",), "both": ("int64", "int32
 )
 @click.option("--accumulate", is_flag=True, help="With --train: the kernels of accumulate=True, too.")
 @click.option("--sources-only", is_flag=True, help="Emit sources and the manifest, compile nothing.")
+@click.option(
+    "--tuned",
+    is_flag=True,
+    help="Emit what a module on this machine runs: the parameters that `embforge tune` found, where they fit.",
+)
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), help="With --tuned: the batch_size= that modules are made with, if any."
+)
 @param_option
 @json_option
 def gen(
@@ -61,6 +70,8 @@ def gen(
     rules: Sequence[str],
     accumulate: bool,
     sources_only: bool,
+    tuned: bool,
+    batch_size: int | None,
     overrides: Sequence[str],
     as_json: bool,
 ) -> None:
@@ -73,14 +84,22 @@ def gen(
 
     if accumulate and not rules:
         raise click.UsageError("--accumulate works with --train only; say by which rule, as --train adam")
+    if tuned and overrides:
+        raise click.UsageError("--tuned and --param both say which parameters to use; give one of them")
+    if batch_size is not None and not tuned:
+        raise click.UsageError("--batch-size chooses among tuned results; add --tuned")
     chosen = archs or default_archs(target)
-    if rules:
+    why: list[str] = []
+    if tuned:
+        plans, why = tuned_plans_for(spec, target, chosen, ID_CHOICES[ids], rules, accumulate, batch_size)
+    elif rules:
         plans = training_plans_for(spec, target, chosen, ID_CHOICES[ids], overrides, rules, accumulate)
     else:
         plans = plans_for(spec, target, chosen, ID_CHOICES[ids], overrides)
     records = emit(plans, out, sources_only=sources_only)
     if as_json:
-        print_json({"directory": str(out), "manifest": str(out / MANIFEST), "kernels": records})
+        reasons = {"tuned": why} if tuned else {}
+        print_json({"directory": str(out), "manifest": str(out / MANIFEST), "kernels": records, **reasons})
         return
     from embforge.codegen.cli.resources import resource_table
 
@@ -88,6 +107,8 @@ def gen(
     if any(record["symbols"] for record in records):
         screen.print(resource_table(records))
     count = "1 kernel" if len(records) == 1 else f"{len(records)} kernels"
+    for line in why:
+        screen.print(line, soft_wrap=True, markup=False)
     screen.print(f"{count} in {out}/, listed in {out / MANIFEST}", soft_wrap=True)
 
 

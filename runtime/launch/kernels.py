@@ -70,7 +70,7 @@ def kernel_of(program: str) -> Any:
     Raises `MissingKernelError`, `CompileError` or `ToolchainError`.
     """
     kernel = _LOADED.get(program)
-    return kernel if kernel is not None else _LOADED.setdefault(program, _load(program))
+    return kernel if kernel is not None else _LOADED.setdefault(program, load_kernel(program))
 
 
 def loaded_kernel(program: str) -> Any:
@@ -107,7 +107,8 @@ _KERNELS = {
 """By op and target: the module here and the class in it, imported on first use."""
 
 
-def _load(program: str) -> Any:
+def load_kernel(program: str) -> Any:
+    """As `kernel_of`, a new object at every call: its work space and results are its own, and go with it."""
     parsed = Program.from_text(program)
     plan = parsed.plan
     module, name = _KERNELS[plan.op, plan.target]

@@ -1,0 +1,302 @@
+"""`embforge tuned`: what has been tuned, the evidence for it, and how to carry it to another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from embforge.codegen.cli.common import CHECK_FAILED, EXIT_CODES, OK, console, json_option, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from embforge.codegen.tuned.record import Record
+    from embforge.codegen.tuned.stores import Problem, Stored
+
+
+@click.group(epilog=EXIT_CODES)
+def tuned() -> None:
+    """Tuned results: list, show, export, import, remove.
+
+    `embforge tune` writes them, and every module takes the one that fits by itself. They are known by meaning (op,
+    shape of the spec, hardware, traffic), never by a name. Asked in this order: an exact match in the project's store
+    (embforge-tuned/ beside the spec, or here), in the user's (EMBFORGE_TUNED_DIR, or the platform's data directory),
+    in what came with the package; then the nearest match of all; then the default. `ef.explain(module)` says what was
+    taken and why.
+
+    \b
+      embforge tuned ls                      what there is
+      embforge tuned show 1f0c2a9b           one result with its evidence
+      embforge tuned export results.json     all of it in one file
+      embforge tuned import results.json     into this user's store
+    """
+
+
+def beside_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--spec",
+        "origin",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="The spec file whose project store is meant. Default: embforge-tuned/ in the current directory.",
+    )(command)
+
+
+def to_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--to",
+        "where",
+        type=click.Choice(["user", "project"]),
+        default="user",
+        show_default=True,
+        help="The store to write.",
+    )(command)
+
+
+@tuned.command("ls", epilog=EXIT_CODES)
+@beside_option
+@json_option
+def list_(origin: Path | None, as_json: bool) -> None:
+    """List all tuned results, and the files that are skipped and why."""
+    from embforge.codegen.tuned.stores import read_stores, store_dirs
+
+    found, problems = read_stores(origin=origin)
+    if as_json:
+        print_json(
+            {
+                "stores": {name: str(path) for name, path in store_dirs(origin).items()},
+                "results": [_line(one) for one in found],
+                "problems": [{"path": str(problem.path), "problem": problem.what} for problem in problems],
+            }
+        )
+        return
+    screen = console()
+    if found:
+        screen.print(result_table(found))
+    else:
+        screen.print("no tuned results yet; `embforge tune SPEC` makes some")
+    for name, path in store_dirs(origin).items():
+        count = sum(one.store == name for one in found)
+        screen.print(f"{name}: {count} in {path}", soft_wrap=True, markup=False)
+    _print_problems(problems)
+
+
+@tuned.command(epilog=EXIT_CODES)
+@click.argument("result")
+@beside_option
+@json_option
+def show(result: str, origin: Path | None, as_json: bool) -> None:
+    """Show RESULT, an id that `tuned ls` prints or a file: what it is for, its parameters and the evidence."""
+    record, path = _record_of(result, origin)
+    if as_json:
+        from dataclasses import asdict
+
+        print_json({"id": _id(record), "path": str(path), **asdict(record)})
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for label, value in _facts(record, path):
+        table.add_row(f"[bold]{label}[/]", escape(value))
+    console().print(table)
+
+
+@tuned.command(epilog=EXIT_CODES)
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("results", nargs=-1)
+@beside_option
+@json_option
+@click.pass_context
+def export(ctx: click.Context, file: Path, results: Sequence[str], origin: Path | None, as_json: bool) -> None:
+    """Write RESULTS (ids; none: all) with all their samples into FILE, one JSON document.
+
+    Exits with 1 if files had to be skipped.
+    """
+    from embforge.codegen.tuned.stores import read_stores
+    from embforge.tuner import store
+
+    found, problems = read_stores(origin=origin)
+    chosen = [store.find(result, found) for result in results] if results else found
+    count = store.export([one.record for one in chosen], file)
+    if as_json:
+        print_json({"file": str(file), "results": count, "problems": [str(problem) for problem in problems]})
+    else:
+        console().print(f"{_count(count)} in {file}", soft_wrap=True, markup=False)
+    if problems and not results:
+        _print_problems(problems)
+        ctx.exit(CHECK_FAILED)
+    ctx.exit(OK)
+
+
+@tuned.command("import", epilog=EXIT_CODES)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@to_option
+@beside_option
+@json_option
+def import_(file: Path, where: Any, origin: Path | None, as_json: bool) -> None:
+    """Store the results of FILE, which `tuned export` or another store made.
+
+    All of it is checked before any is stored; a result of the same meaning is replaced, and named.
+    """
+    from embforge.codegen.tuned.stores import Problem
+    from embforge.tuner import store
+
+    written = store.import_(file, where, origin=origin)
+    replaced = [one for one in written if one.replaced is not None]
+    if as_json:
+        print_json(
+            {
+                "directory": str(store.directory_of(where, origin)),
+                "imported": [_id(one.record) for one in written],
+                "replaced": [_id(one.record) for one in replaced],
+            }
+        )
+        return
+    screen = console()
+    for one in replaced:
+        old = one.replaced
+        what = (
+            f"a damaged file ({old.what})" if isinstance(old, Problem) else f"the one of {old.created}" if old else ""
+        )
+        screen.print(f"{_id(one.record)} of {one.record.created} replaced {what}", soft_wrap=True, markup=False)
+    screen.print(f"{_count(len(written))} into {store.directory_of(where, origin)}", soft_wrap=True, markup=False)
+
+
+@tuned.command("rm", epilog=EXIT_CODES)
+@click.argument("results", nargs=-1, required=True)
+@beside_option
+@json_option
+def remove(results: Sequence[str], origin: Path | None, as_json: bool) -> None:
+    """Remove RESULTS, by the ids that `tuned ls` prints. Modules made later take the next best."""
+    from embforge.codegen.tuned.stores import read_stores
+    from embforge.tuner import store
+
+    found, _ = read_stores(origin=origin)
+    chosen = [store.find(result, found) for result in results]
+    for one in chosen:
+        store.remove(one)
+    if as_json:
+        print_json({"removed": [str(one.path) for one in chosen]})
+    else:
+        console().print(f"removed {_count(len(chosen))}")
+
+
+def result_table(found: Sequence[Stored]) -> Table:
+    """A line a result."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("id", "store", "op", "for", "hardware", "workload", "x default", "changed fields", "when")
+    for one in found:
+        record, shape = one.record, one.record.key.shape
+        op = f"{record.key.op} {record.key.target}" + (f" {record.key.rule}" if record.key.rule else "")
+        gain = "estimate" if record.estimate else f"{record.gain.median:.2f}"
+        what = f"{shape.features} x {shape.dim:.0f} {'/'.join(shape.dtypes)}"
+        cells = (op, what, record.key.hardware.name, record.workload, gain, _changed(record), record.created[:10])
+        table.add_row(_id(record), one.store, *map(escape, cells))
+    return table
+
+
+def _facts(record: Record, path: Path) -> list[tuple[str, str]]:
+    from statistics import median
+
+    key, gain = record.key, record.gain
+    sizes = ", ".join(f"{name} {size:,}" for name, size in key.hardware.sizes.items())
+    identity = ", ".join(f"{name} {value}" for name, value in key.hardware.identity.items())
+    traffic = {"batch": key.traffic.batch, "bag length": key.traffic.bag_length, "skew": key.traffic.skew}
+    known = ", ".join(f"{name} {'unknown' if n is None else f'{n:g}'}" for name, n in traffic.items())
+    facts = [
+        ("id", _id(record)),
+        ("file", str(path)),
+        ("op", f"{key.op} on {key.target}" + (f", rule {key.rule}" if key.rule else "")),
+        (
+            "spec",
+            f"{key.shape.features} features, mean dim {key.shape.dim:.0f}, {key.shape.table_bytes:,} bytes of rows",
+        ),
+        ("", f"dtypes {', '.join(key.shape.dtypes)}; poolings {', '.join(key.shape.poolings)}"),
+        ("hardware", f"{key.hardware.name}: {identity}"),
+        ("", sizes),
+        ("workload", record.workload),
+        ("", known),
+        *(("parameters" if not i else "", f"{k} = {v}") for i, (k, v) in enumerate(record.params.items())),
+        ("gain", f"{gain.median:.3f}x the default, 95 %: {gain.low:.3f} to {gain.high:.3f}"),
+        ("noise floor", f"{100 * record.noise_floor:.2f} %"),
+    ]
+    if record.estimate:
+        facts.append(("estimate", "ranked without a device: a seed for a measured run, never used to run"))
+    for number, (name, times) in enumerate(record.samples.items()):
+        shown = f"{len(times)} of {name}" + (f", median {1e6 * median(times):,.1f} µs a call" if times else "")
+        facts.append(("samples" if not number else "", shown))
+    facts.append(("versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())))
+    facts += [("made", record.created), *([("study", record.study)] if record.study else [])]
+    return [*facts, *(("note" if not i else "", note) for i, note in enumerate(record.notes))]
+
+
+def _line(one: Stored) -> dict[str, Any]:
+    record = one.record
+    return {
+        "id": _id(record),
+        "store": one.store,
+        "path": str(one.path),
+        "op": record.key.op,
+        "target": record.key.target,
+        "rule": record.key.rule,
+        "hardware": record.key.hardware.name,
+        "workload": record.workload,
+        "gain": {"median": record.gain.median, "low": record.gain.low, "high": record.gain.high},
+        "noise_floor": record.noise_floor,
+        "params": record.params,
+        "created": record.created,
+        "estimate": record.estimate,
+    }
+
+
+def _record_of(text: str, origin: Path | None) -> tuple[Record, Path]:
+    from embforge.codegen.errors import TunedError
+    from embforge.codegen.tuned.document import records_from
+    from embforge.codegen.tuned.stores import read_stores
+    from embforge.tuner.store import find
+
+    if Path(text).is_file():
+        try:
+            records = records_from(Path(text).read_bytes())
+        except TunedError as error:
+            raise TunedError(f"{text}: {error}") from None
+        if len(records) != 1:
+            raise TunedError(
+                f"{text}: holds {len(records)} results; `embforge tuned import` stores them, then show one"
+            )
+        return records[0], Path(text)
+    found, _ = read_stores(origin=origin)
+    stored = find(text, found)
+    return stored.record, stored.path
+
+
+def _changed(record: Record) -> str:
+    """Fields of the params that are not the default's."""
+    from dataclasses import fields
+
+    from embforge.codegen.params import params_type
+
+    default = {f.name: f.default for f in fields(params_type(record.key.target, record.key.op))}
+    changed = [f"{name}={value}" for name, value in record.params.items() if value != default.get(name)]
+    return ", ".join(changed) or "none: the default is best"
+
+
+def _id(record: Record) -> str:
+    from embforge.codegen.tuned.shape import digest_of
+    from embforge.tuner.store import SHORT
+
+    return digest_of(record.key)[:SHORT]
+
+
+def _count(number: int) -> str:
+    return "1 result" if number == 1 else f"{number} results"
+
+
+def _print_problems(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        click.echo(f"embforge: skipped {problem}", err=True)

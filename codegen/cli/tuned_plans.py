@@ -1,0 +1,82 @@
+"""The plans that a module on this machine would run, for `gen --tuned`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from embforge.codegen.plan import Plan
+    from embforge.codegen.rules.rule import Update
+    from embforge.codegen.spec import CollectionSpec
+    from embforge.codegen.tuned.choose import Choice
+    from embforge.codegen.tuned.record import Hardware
+
+
+def tuned_plans_for(
+    spec: CollectionSpec,
+    target: str,
+    archs: Iterable[str],
+    id_dtypes: Sequence[str],
+    rules: Sequence[str],
+    accumulate: bool,
+    batch_size: int | None,
+) -> tuple[list[Plan], list[str]]:
+    """The plans, none of them twice, and a line an arch and op on which parameters and why.
+
+    For this machine's hardware what its modules choose; for other archs the nearest result on hardware of that arch.
+    """
+    from embforge.codegen.training import training_plans, update_named
+
+    found: dict[str, Plan] = {}
+    why: dict[str, None] = {}  # in order, none twice
+    for arch in archs:
+        for update in [update_named(rule) for rule in rules] or [None]:
+            chosen = _choices(spec, target, arch, update, batch_size)
+            shown = chosen if rules else {"forward": chosen["forward"]}
+            why |= dict.fromkeys(f"{arch} {op}: {choice.why}" for op, choice in shown.items())
+            params = (chosen["forward"].params, chosen["backward"].params)
+            for ids in id_dtypes:
+                plans = training_plans(spec, target, arch, ids, *params, update, accumulate and update is not None)
+                wanted = plans.values() if rules else [plans["forward"]]
+                found |= {plan.uri: plan for plan in wanted}
+    return list(found.values()), list(why)
+
+
+def _choices(
+    spec: CollectionSpec, target: str, arch: str, update: Update | None, batch_size: int | None
+) -> dict[str, Choice]:
+    from embforge.codegen.tuned.choose import choose
+    from embforge.codegen.tuned.shape import rule_named, usual_traffic
+
+    hardware, traffic = hardware_for(target, arch), usual_traffic(spec, batch_size)
+    rule = {"forward": None, "backward": rule_named(update)}
+    return {op: choose(op, target, spec, hardware, rule=rule[op], traffic=traffic) for op in rule}
+
+
+def hardware_for(target: str, arch: str) -> Hardware:
+    """This machine's, if it has such; else all that the arch's name says."""
+    from embforge.codegen.tuned.hardware import any_cpu, any_gpu
+
+    if target == "cpu":
+        return any_cpu(arch)
+    return (_gpu_here(arch) if target == "cuda" else None) or any_gpu(arch)
+
+
+def _gpu_here(arch: str) -> Hardware | None:
+    import torch
+
+    from embforge.codegen.errors import PlanError
+    from embforge.codegen.targets.arch import nearest_arch
+    from embforge.codegen.tuned.hardware import gpu_hardware
+
+    for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
+        try:
+            served = nearest_arch(*torch.cuda.get_device_capability(index))
+        except PlanError:  # too old for any kernel of ours
+            continue
+        if served == arch:
+            from embforge.device import hardware_facts
+
+            return gpu_hardware(hardware_facts(torch.cuda.get_device_properties(index)))
+    return None

@@ -1,0 +1,178 @@
+"""Which plan fields to use: an exact tuned result, else the nearest one within a limit, else the default. And why.
+
+Exact: the spec's shape and the hardware are equal, and so is the traffic's bucket as far as both sides know it; the
+project's store answers before the user's, and that before what was shipped. Nearest: over all stores, by distance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from embforge.codegen.params import Params, params_type
+from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.training import SPARSE
+from embforge.codegen.tuned.document import TARGETS, params_of
+from embforge.codegen.tuned.record import Hardware, Key, Record, Traffic
+from embforge.codegen.tuned.shape import bucket_of, shape_of
+from embforge.codegen.tuned.stores import STORES, Stored, read_stores, warn_once
+
+LIMIT = 2.0
+"""Of a nearest match: one size four times as large, or four sizes each twice as large. The fields' own choices step by
+two to four, so beyond that the best choice of a field is expected to be another one."""
+LEAST = 2.0**-6
+"""What a number is at least where its logarithm is taken: a batch or a mean bag length may be 0."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Plan fields and why they are used."""
+
+    params: Params
+    why: str
+    """A sentence for people."""
+    record: Record | None = None
+    """The tuned result that decided, be it for the default; None: none did."""
+    path: Path | None = None
+    """Its file."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A result of the same op, rule, dtypes, poolings and kind of hardware."""
+
+    stored: Stored
+    distance: float
+    exact: bool
+    known: int
+    """Numbers of the traffic that both sides know."""
+    differences: tuple[tuple[str, float], ...]
+    """What differs and how many times larger the result's is, the largest difference first."""
+
+
+def choose(
+    op: str,
+    target: str,
+    spec: CollectionSpec,
+    hardware: Hardware,
+    *,
+    rule: str | None = None,
+    traffic: Traffic = Traffic(),  # noqa: B008  # frozen
+    origin: Path | None = None,
+) -> Choice:
+    """The plan fields of `op` (forward or backward) for a spec on that hardware.
+
+    `origin`: the spec's file, whose project store is asked; None: the spec's own `origin`. Never raises for what lies
+    in a store: files that cannot be read are warned of, once each, and skipped. Estimates never decide.
+    """
+    default = params_type(target, op)()
+    if target not in TARGETS:
+        return Choice(default, f"default: nothing is tuned for {target}")
+    found, problems = read_stores(op, target, origin or spec.origin)
+    for problem in problems:
+        warn_once(problem)
+    if not found:  # what most modules see costs no more than a look at three directories
+        return Choice(default, f"default: no store has a tuned {op} for {target}")
+    ranked = rank(key_of(op, target, spec, hardware, rule, traffic), found)
+    if not ranked:
+        return Choice(default, f"default: no tuned {op} has these dtypes, poolings and rule on this kind of hardware")
+    best = ranked[0]
+    if not best.exact and best.distance > LIMIT:
+        return Choice(
+            default,
+            f"default: no tuned result within distance {LIMIT:g} (nearest: {best.distance:.2g}; {_apart(best)})",
+        )
+    record = best.stored.record
+    params: Params = params_of(record.key, record.params)
+    return Choice(params, _why(best, params == default), record, best.stored.path)
+
+
+def key_of(op: str, target: str, spec: CollectionSpec, hardware: Hardware, rule: str | None, traffic: Traffic) -> Key:
+    """What a result for these is known by. A backward without a rule makes gradients only."""
+    return Key(op, target, None if op == "forward" else rule or SPARSE, shape_of(spec), hardware, traffic)
+
+
+def rank(key: Key, stored: Sequence[Stored], *, estimates: bool = False) -> list[Match]:
+    """All results that could serve, the best first, however far: exact ones by store, then the others by distance.
+
+    At equal distance: the one whose traffic is known better, then by store, then the newest.
+    """
+    matches = [_match(key, one) for one in stored if _comparable(key, one.record.key)]
+    return sorted((m for m in matches if estimates or not m.stored.record.estimate), key=_order)
+
+
+def _order(match: Match) -> tuple[float, ...]:
+    store, distance = STORES.index(match.stored.store), round(match.distance, 9)
+    age = -datetime.fromisoformat(match.stored.record.created).timestamp()
+    return (0, store, -match.known, distance, age) if match.exact else (1, distance, -match.known, store, age)
+
+
+def _comparable(key: Key, other: Key) -> bool:
+    """Whether nothing but sizes differs. Hardware of which less is known, as another machine's, matches more."""
+    ours, theirs = key.hardware, other.hardware
+    return (
+        (key.op, key.target, key.rule) == (other.op, other.target, other.rule)
+        and (key.shape.dtypes, key.shape.poolings) == (other.shape.dtypes, other.shape.poolings)
+        and ours.kind == theirs.kind
+        and all(theirs.identity.get(name) == value for name, value in ours.identity.items())
+    )
+
+
+def _match(key: Key, stored: Stored) -> Match:
+    other = stored.record.key
+    same_traffic = [(a, b) for _, a, b in _traffic_pairs(key.traffic, other.traffic)]
+    logs = {name: math.log2(max(b, LEAST) / max(a, LEAST)) for name, a, b in _pairs(key, other)}
+    exact = (
+        key.shape.digest == other.shape.digest
+        and (key.hardware.identity, key.hardware.sizes) == (other.hardware.identity, other.hardware.sizes)
+        and all(a == b for a, b in same_traffic)
+    )
+    apart = sorted(((name, log) for name, log in logs.items() if log), key=lambda item: -abs(item[1]))
+    return Match(
+        stored,
+        distance=math.hypot(*logs.values()),
+        exact=exact,
+        known=len(same_traffic),
+        differences=tuple((name, 2.0**log) for name, log in apart),
+    )
+
+
+def _pairs(key: Key, other: Key) -> Iterator[tuple[str, float, float]]:
+    """What is compared by ratio: a name, ours and theirs."""
+    for name in ("features", "dim", "table_bytes"):
+        yield name, getattr(key.shape, name), getattr(other.shape, name)
+    for name, size in key.hardware.sizes.items():
+        if name in other.hardware.sizes:
+            yield name, size, other.hardware.sizes[name]
+    for name, ours, theirs in _traffic_pairs(key.traffic, other.traffic):
+        yield ("1 + skew", 1 + ours, 1 + theirs) if name == "skew" else (name, ours, theirs)
+
+
+def _traffic_pairs(ours: Traffic, theirs: Traffic) -> Iterator[tuple[str, float, float]]:
+    """Numbers of the traffic that both sides know, in buckets: what nobody would tune apart has no distance."""
+    other = asdict(bucket_of(theirs))
+    for name, number in asdict(bucket_of(ours)).items():
+        if number is not None and other[name] is not None:
+            yield name, number, other[name]
+
+
+def _why(match: Match, is_default: bool) -> str:
+    record, store = match.stored.record, match.stored.store
+    noise = f"noise floor {100 * record.noise_floor:.1f} %; store: {store}"
+    gain = f"{record.gain.median:.2f}x the default (95 %: {record.gain.low:.2f} to {record.gain.high:.2f}), {noise}"
+    if match.exact:
+        where = f"tuned on this hardware for {record.workload}"
+        return f"default: {where}, nothing faster found; {noise}" if is_default else f"{where}: {gain}"
+    nearest = f"nearest tuned result, distance {match.distance:.2g} ({_apart(match)})"
+    return f"default: by the {nearest}, nothing faster found; {noise}" if is_default else f"{nearest}: {gain}"
+
+
+def _apart(match: Match) -> str:
+    """What a result that is not exact was made for: its workload and up to three of the largest differences."""
+    record = match.stored.record
+    shown = [f"{name} x{ratio:.3g}" for name, ratio in match.differences[:3]]
+    differs = f"with {', '.join(shown)}" if shown else "with the same sizes"
+    return f"for {record.workload} on {record.key.hardware.name} {differs}"

@@ -1,0 +1,110 @@
+"""Writes tuned results: into a store, out to one file that can be carried elsewhere, and back in.
+
+Every file is whole at every moment, and nothing is written before all of it is known to be valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from embforge.codegen.cache import write_atomically
+from embforge.codegen.errors import TunedError
+from embforge.codegen.tuned.document import records_from, to_json
+from embforge.codegen.tuned.record import Record
+from embforge.codegen.tuned.shape import digest_of, file_name
+from embforge.codegen.tuned.stores import Problem, Stored, project_dir, read_file, user_dir
+
+Where = Literal["user", "project"] | Path
+"""A store by its name, or any directory."""
+SHORT = 8
+"""Digits of a digest that people read and type."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A result that was stored, and what stood in its place."""
+
+    record: Record
+    path: Path
+    replaced: Record | Problem | None
+
+
+def save(record: Record, where: Where, *, origin: Path | None = None) -> Path:
+    """Stores a result by its meaning; one of the same meaning is replaced. `origin`: the spec's file, for its project.
+
+    `TunedError` for a record that could not be read back; nothing is written then.
+    """
+    return _write([record], directory_of(where, origin))[0].path
+
+
+def export(records: Iterable[Record], file: Path) -> int:
+    """All records as one document; of several with one meaning the first. Returns how many."""
+    first: dict[str, Record] = {}
+    for record in records:
+        first.setdefault(file_name(record.key, estimate=record.estimate), record)
+    text = to_json(first.values())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text.encode())
+    return len(first)
+
+
+def import_(file: Path, where: Where, *, origin: Path | None = None) -> list[Written]:
+    """Stores all results of a document, or of another store's file, and says what each replaced.
+
+    `TunedError` naming the file if any of it is not valid; nothing is written then.
+    """
+    try:
+        records = records_from(file.read_bytes())
+    except TunedError as error:
+        raise TunedError(f"{file}: {error}") from None
+    names = [file_name(record.key, estimate=record.estimate) for record in records]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise TunedError(
+                f"{file}: records {names.index(name)} and {place} have one meaning ({name}); remove one of them"
+            )
+    return _write(records, directory_of(where, origin))
+
+
+def remove(stored: Stored) -> None:
+    """Removes a result from its store. `TunedError` for one that came with the package."""
+    if stored.store == "shipped":
+        raise TunedError(
+            f"{stored.path}: shipped with the package and not removed; `embforge tune` stores a result that goes before"
+        )
+    stored.path.unlink(missing_ok=True)
+
+
+def find(text: str, stored: Sequence[Stored]) -> Stored:
+    """The result whose digest begins so; of one meaning in several stores the first. `TunedError` otherwise."""
+    wanted = text.lower()
+    fitting = [one for one in stored if wanted and digest_of(one.record.key).startswith(wanted)]
+    digests = sorted({digest_of(one.record.key) for one in fitting})
+    if len(digests) == 1:
+        return fitting[0]
+    if digests:
+        raise TunedError(f"{text!r} stands for {len(digests)} tuned results: {', '.join(digests)}; give more digits")
+    known = ", ".join(sorted({digest_of(one.record.key)[:SHORT] for one in stored})) or "none"
+    raise TunedError(f"no tuned result has the id {text!r}; known: {known}; see `embforge tuned ls`")
+
+
+def directory_of(where: Where, origin: Path | None = None) -> Path:
+    """The directory of a store that can be written."""
+    if isinstance(where, Path):
+        return where
+    return user_dir() if where == "user" else project_dir(origin)
+
+
+def _write(records: Sequence[Record], directory: Path) -> list[Written]:
+    texts = [to_json([record]) for record in records]  # all of them checked before the first is written
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for record, text in zip(records, texts, strict=True):
+        path = directory / file_name(record.key, estimate=record.estimate)
+        before = read_file(path) if path.exists() else None
+        write_atomically(path, text.encode())
+        written.append(Written(record, path, before))
+    return written

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from embforge.codegen.errors import RuleError as RuleError
     from embforge.codegen.errors import SpecError as SpecError
     from embforge.codegen.errors import ToolchainError as ToolchainError
+    from embforge.codegen.errors import WorkloadError as WorkloadError
     from embforge.codegen.params import CpuParams as CpuParams
     from embforge.codegen.params import CudaParams as CudaParams
     from embforge.codegen.spec import CollectionSpec as CollectionSpec
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from embforge.collection import EmbeddingCollection as EmbeddingCollection
     from embforge.explanation import explain as explain
     from embforge.jagged import Jagged as Jagged
+    from embforge.recording import record as record
 
     __version__: str
 
@@ -49,7 +51,9 @@ _HOME = {
     "SpecError": "embforge.codegen.errors",
     "TableSpec": "embforge.codegen.spec",
     "ToolchainError": "embforge.codegen.errors",
+    "WorkloadError": "embforge.codegen.errors",
     "explain": "embforge.explanation",
+    "record": "embforge.recording",
 }
 
 _MODULES = ("optim",)

@@ -26,6 +26,24 @@ Result = tuple[Tensor, Tensor]
 SMALL_ROWS = 1000
 """Rows of the tables that hold special numbers. A kernel learns a table's size when it is called."""
 
+FEW_FOR_ALL = (
+    Case(9, bad_ids=True, id_dtype="int32", weights="special"),
+    Case(70, "one", ids="zipf"),
+    Case(6, "edges"),
+    Case(3, "split", ids="zipf"),
+)
+FEW_FOR_ONE = (
+    Case(0, "none"),
+    Case(40, "none"),
+    Case(1),
+    Case(70, ids="zipf"),
+    Case(300, "one", weights="absent"),
+    Case(20, ids="same"),
+    Case(20, bad_ids=True),
+)
+FEW_SPECIAL = (Case(9, "edges"),)
+"""Small batches: for every plan, beside them for one plan, and for tables that hold special numbers."""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -73,23 +91,8 @@ def probes_of(
 def few_probes_of(spec: CollectionSpec, seed: int, tell: Progress) -> list[Probe]:
     """Small batches and tables, for a backend that executes thread by thread: few for all plans, more for one."""
     small = shrunk(spec)
-    for_all = [
-        Case(9, bad_ids=True, id_dtype="int32", weights="special"),
-        Case(70, "one", ids="zipf"),
-        Case(6, "edges"),
-        Case(3, "split", ids="zipf"),
-    ]
-    for_default = [
-        Case(0, "none"),
-        Case(40, "none"),
-        Case(1),
-        Case(70, ids="zipf"),
-        Case(300, "one", weights="absent"),
-        Case(20, ids="same"),
-        Case(20, bad_ids=True),
-    ]
-    ordinary = _draw([(small, False, for_all + for_default), (small, True, [Case(9, "edges")])], seed, CPU, tell)
-    return [replace(probe, for_all=index < len(for_all)) for index, probe in enumerate(ordinary)]
+    ordinary = _draw([(small, False, FEW_FOR_ALL + FEW_FOR_ONE), (small, True, FEW_SPECIAL)], seed, CPU, tell)
+    return [replace(probe, for_all=index < len(FEW_FOR_ALL)) for index, probe in enumerate(ordinary)]
 
 
 CPU = torch.device("cpu")

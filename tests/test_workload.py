@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.tuner.laws import spread
 from embforge.tuner.workload import (
     Fixed,
     Geometric,
@@ -16,7 +17,6 @@ from embforge.tuner.workload import (
     Workload,
     WorkloadError,
     Zipf,
-    _spread,
     make_batch,
     parse,
 )
@@ -158,12 +158,12 @@ def test_zipf_tail_reaches_past_the_exact_head() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 10, 1000, 65_537])
 def test_spread_is_a_bijection(rows: int) -> None:
-    assert np.unique(_spread(np.arange(rows, dtype=np.int64), rows)).size == rows
+    assert np.unique(spread(np.arange(rows, dtype=np.int64), rows)).size == rows
 
 
 def test_hot_rows_are_spread_over_the_table() -> None:
-    hot = np.sort(_spread(np.arange(1000, dtype=np.int64), 1_000_000))
+    hot = np.sort(spread(np.arange(1000, dtype=np.int64), 1_000_000))
     assert np.diff(hot).min() > 100
-    huge = _spread(np.arange(2**40 - 5, 2**40, dtype=np.int64), 2**40)
+    huge = spread(np.arange(2**40 - 5, 2**40, dtype=np.int64), 2**40)
     assert huge.min() >= 0
     assert huge.max() < 2**40

@@ -1,140 +1,80 @@
 """What a lookup is asked to do, in one string: `zipf:1.05,len=geo:20,batch=2048`.
 
-    ids    uniform | zipf:S              how often a row is asked for; zipf's hot rows are spread over the table
-    len    fixed:L | geo:MEAN | skew:SHORT:LONG:SHARE      ids a bag; without it each feature's hotness, else 1
+    ids    uniform | zipf:S | trace:FILE       how often a row is asked for; zipf's hot rows are spread over the table
+    len    fixed:L | geo:MEAN | skew:SHORT:LONG:SHARE | trace:FILE
+                                               ids a bag; without it each feature's hotness, else 1
     batch  samples
+
+A trace is a file of recorded batches (`embforge record`). As ids it stands for all that was recorded, bag lengths,
+weights and batch sizes too, and with `batch` for the same samples in other batches; as len for bag lengths alone.
 
 Batches are made by numpy from a seed alone: the same string, spec and seed give the same bits everywhere.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embforge.codegen.errors import EmbforgeError
+from embforge.codegen.errors import WorkloadError as WorkloadError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
+from embforge.codegen.tuned.record import Traffic
+from embforge.tuner.laws import Fixed, Geometric, IdLaw, LengthLaw, Rng, Skew, Uniform, Zipf
+from embforge.tuner.laws import Ints as Ints
+from embforge.tuner.trace import Recorded, RecordedLengths, load, recorded_batch, recorded_lengths, recorded_skew
 
 GRAMMAR = (
-    "[uniform|zipf:S][,len=fixed:L|geo:MEAN|skew:SHORT:LONG:SHARE][,batch=N], e.g. zipf:1.05,len=geo:20,batch=2048"
+    "[uniform|zipf:S|trace:FILE][,len=fixed:L|geo:MEAN|skew:SHORT:LONG:SHARE|trace:FILE][,batch=N], "
+    "e.g. zipf:1.05,len=geo:20,batch=2048"
 )
 MAX_BATCH = 2**31
-ZIPF_HEAD = 2**16
-"""Ranks whose probability is summed exactly; past them a sum of k^-S and its integral differ by less than 1e-10."""
-
-Rng = np.random.Generator
-Ints = NDArray[np.int64]
-
-
-class WorkloadError(EmbforgeError, ValueError):
-    """A workload string that cannot be read: names the part, what is allowed, and an example."""
-
-
-class IdLaw(Protocol):
-    """How the ids of one feature are drawn."""
-
-    def draw(self, rng: Rng, count: int, rows: int) -> Ints: ...
-
-
-class LengthLaw(Protocol):
-    """How many ids a bag holds."""
-
-    def draw(self, rng: Rng, count: int) -> Ints: ...
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Every row is as likely as any other."""
-
-    def __str__(self) -> str:
-        return "uniform"
-
-    def draw(self, rng: Rng, count: int, rows: int) -> Ints:
-        return rng.integers(0, rows, count, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Zipf:
-    """The k-th most wanted row is asked for in proportion to k^-exponent."""
-
-    exponent: float
-
-    def __str__(self) -> str:
-        return f"zipf:{self.exponent:g}"
-
-    def draw(self, rng: Rng, count: int, rows: int) -> Ints:
-        return _spread(self._ranks(rng, count, rows), rows)
-
-    def _ranks(self, rng: Rng, count: int, rows: int) -> Ints:
-        """Ranks from 0 by inversion: exact sums for the head, the integral of x^-S for the tail."""
-        s, head = self.exponent, min(rows, ZIPF_HEAD)
-        cumulative = np.cumsum(np.arange(1, head + 1, dtype=np.float64) ** -s)
-        tail = _power_integral(head + 0.5, rows + 0.5, s)
-        drawn = rng.random(count) * (cumulative[-1] + tail)
-        ranks: Ints = np.searchsorted(cumulative, drawn, side="right").astype(np.int64)
-        past = ranks >= head
-        beyond = _power_integral_inverse(head + 0.5, drawn[past] - cumulative[-1], s)
-        ranks[past] = np.clip(np.floor(beyond + 0.5).astype(np.int64) - 1, head - 1, rows - 1)
-        return ranks
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Every bag holds `length` ids."""
-
-    length: int
-
-    def __str__(self) -> str:
-        return f"fixed:{self.length}"
-
-    def draw(self, rng: Rng, count: int) -> Ints:
-        return np.full(count, self.length, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Geometric:
-    """Lengths from 0 that fall off geometrically around a mean; empty bags occur."""
-
-    mean: float
-
-    def __str__(self) -> str:
-        return f"geo:{self.mean:g}"
-
-    def draw(self, rng: Rng, count: int) -> Ints:
-        return rng.geometric(1.0 / (self.mean + 1.0), count) - 1
-
-
-@dataclass(frozen=True)
-class Skew:
-    """Bags of `short` ids, and a `share` of them with `long` ids instead."""
-
-    short: int
-    long: int
-    share: float
-
-    def __str__(self) -> str:
-        return f"skew:{self.short}:{self.long}:{self.share:g}"
-
-    def draw(self, rng: Rng, count: int) -> Ints:
-        return np.where(rng.random(count) < self.share, self.long, self.short).astype(np.int64)
+BAGS_TO_COUNT = 2**14
+"""Bags of a feature from which the mean bag length is taken."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """One kind of batch. `str()` gives the text that `parse` reads back to an equal workload."""
 
-    ids: IdLaw = Uniform()
-    lengths: LengthLaw | None = None
-    """None: each feature's hotness, or one id a bag."""
-    batch: int = 2048
+    ids: IdLaw | Recorded = field(default=Uniform())
+    lengths: LengthLaw | RecordedLengths | None = None
+    """None: each feature's hotness, or one id a bag; of a trace, as recorded."""
+    batch: int | None = 2048
+    """None: as recorded; only a trace has such."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ids, Recorded) and self.lengths is not None:
+            raise WorkloadError(
+                f"workload {str(self)!r}: len={self.lengths} beside a trace, which has its own; leave it out, or draw "
+                f"ids by uniform or zipf:S; form: {GRAMMAR}"
+            )
+        if self.batch is None and not isinstance(self.ids, Recorded):
+            raise WorkloadError(f"workload {str(self)!r}: only a trace has batch sizes of its own; give batch=N")
 
     def __str__(self) -> str:
         length = f",len={self.lengths}" if self.lengths is not None else ""
-        return f"{self.ids}{length},batch={self.batch}"
+        batch = f",batch={self.batch}" if self.batch is not None else ""
+        return f"{self.ids}{length}{batch}"
+
+    def identity(self) -> str:
+        """Like `str()`, with a digest of what it holds in the place of a trace's name. `WorkloadError` as `parse`."""
+        ids, lengths = self.ids, self.lengths
+        return str(
+            replace(
+                self,
+                ids=Recorded(load(ids.path).digest) if isinstance(ids, Recorded) else ids,
+                lengths=RecordedLengths(load(lengths.path).digest) if isinstance(lengths, RecordedLengths) else lengths,
+            )
+        )
+
+    def at_most(self, samples: int) -> Workload:
+        """The same traffic in batches of no more samples than that."""
+        return replace(self, batch=samples if self.batch is None else min(self.batch, samples))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +92,12 @@ class Batch:
 
 
 def parse(text: str) -> Workload:
-    """The workload of a string; `WorkloadError` says which part is wrong and what is allowed."""
+    """The workload of a string; `WorkloadError` says which part is wrong and what is allowed. Opens no file."""
     parts: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
-        key, _, value = part.rpartition("=")
+        key, separator, value = part.partition("=")
+        if not separator or part.startswith("trace:"):  # a file's name may have any sign but a comma
+            key, value = "ids", part
         key = key.strip() or "ids"
         if key not in ("ids", "len", "batch"):
             raise WorkloadError(f"workload {text!r}: unknown key {key!r}; allowed: ids, len, batch; form: {GRAMMAR}")
@@ -163,65 +105,80 @@ def parse(text: str) -> Workload:
             raise WorkloadError(f"workload {text!r}: {key} is given twice ({parts[key]!r}, {value!r}); form: {GRAMMAR}")
         parts[key] = value.strip()
     reader = _Reader(text)
+    ids = reader.ids(parts["ids"]) if "ids" in parts else Uniform()
+    usual = None if isinstance(ids, Recorded) else Workload.batch
     return Workload(
-        ids=reader.ids(parts["ids"]) if "ids" in parts else Uniform(),
+        ids=ids,
         lengths=reader.lengths(parts["len"]) if "len" in parts else None,
-        batch=reader.whole("batch", parts["batch"], 0, MAX_BATCH) if "batch" in parts else Workload.batch,
+        batch=reader.whole("batch", parts["batch"], 0, MAX_BATCH) if "batch" in parts else usual,
     )
 
 
 def make_batch(spec: CollectionSpec, workload: Workload, seed: int = 0, id_dtype: str = "int64") -> Batch:
-    """One batch of the workload for a spec. Seeds 0, 1, 2, ... give independent batches.
+    """One batch of the workload for a spec. Seeds 0, 1, 2, ... give independent batches; of a trace the first, the
+    second and so on, and the first again after the last.
 
-    A `concat` feature's bags never exceed its hotness. `weights` (one an id, in [0.5, 1.5)) exist if any feature
-    is weighted.
+    A `concat` feature's bags never exceed its hotness. `weights` (one an id, in [0.5, 1.5) or as recorded) exist if any
+    feature is weighted. `WorkloadError` for a trace that cannot be read or does not fit the spec.
     """
+    if isinstance(workload.ids, Recorded):
+        return _recorded(spec, workload.ids, workload.batch, seed, id_dtype)
+    assert workload.batch is not None  # as __post_init__ sees to
     rng = np.random.default_rng([0xE3BF0, seed])
     lengths, values = [], []
-    for feature in spec.features:
-        drawn = _lengths(rng, workload, feature)
+    for feature, law in zip(spec.features, _length_laws(spec, workload), strict=True):
+        drawn = _lengths(rng, law, feature, workload.batch)
         lengths.append(drawn)
         values.append(workload.ids.draw(rng, int(drawn.sum()), spec.table(feature.table).num_embeddings))
     flat = np.concatenate(values)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths), dtype=np.int64)])
-    weighted = any(f.weighted for f in spec.features)
-    weights = (rng.random(flat.size, dtype=np.float32) + np.float32(0.5)) if weighted else None
-    return Batch(workload.batch, flat.astype(id_dtype), offsets.astype(id_dtype), weights)
+    weights = (rng.random(flat.size, dtype=np.float32) + np.float32(0.5)) if _is_weighted(spec) else None
+    return Batch(workload.batch, flat.astype(id_dtype), _borders(np.concatenate(lengths)).astype(id_dtype), weights)
 
 
-def _lengths(rng: Rng, workload: Workload, feature: FeatureSpec) -> Ints:
-    law = workload.lengths or Fixed(feature.hotness or 1)
-    drawn = law.draw(rng, workload.batch)
+def traffic(spec: CollectionSpec, workload: Workload) -> Traffic:
+    """The workload by its numbers. A trace's skew is an estimate: Zipf's exponent for as many distinct rows."""
+    ids = workload.ids
+    if isinstance(ids, Recorded):
+        trace = load(ids.path)
+        batch = float(trace.sizes.mean()) if workload.batch is None else float(workload.batch)
+        mean = float(trace.lengths.mean()) if trace.lengths.size else None
+        return Traffic(batch, mean, recorded_skew(ids.path, spec))
+    assert workload.batch is not None
+    rng = np.random.default_rng(0xE3BF0)
+    laws = zip(spec.features, _length_laws(spec, workload), strict=True)
+    mean = float(np.mean([_lengths(rng, law, feature, BAGS_TO_COUNT).mean() for feature, law in laws]))
+    return Traffic(float(workload.batch), mean, ids.exponent if isinstance(ids, Zipf) else 0.0)
+
+
+def _recorded(spec: CollectionSpec, ids: Recorded, size: int | None, seed: int, id_dtype: str) -> Batch:
+    cut = recorded_batch(ids.path, spec, size, seed)
+    weights = None
+    if _is_weighted(spec):
+        weights = np.ones(cut.values.size, np.float32) if cut.weights is None else cut.weights
+    return Batch(cut.size, cut.values.astype(id_dtype), _borders(cut.lengths).astype(id_dtype), weights)
+
+
+def _length_laws(spec: CollectionSpec, workload: Workload) -> Sequence[LengthLaw]:
+    """How long the bags of each feature are."""
+    lengths = workload.lengths
+    if isinstance(lengths, RecordedLengths):
+        return recorded_lengths(lengths.path, spec)
+    return [lengths or Fixed(feature.hotness or 1) for feature in spec.features]
+
+
+def _lengths(rng: Rng, law: LengthLaw, feature: FeatureSpec, count: int) -> Ints:
+    drawn = law.draw(rng, count)
     if feature.pooling == "concat" and feature.hotness is not None:
         drawn = np.minimum(drawn, feature.hotness)
     return drawn
 
 
-def _spread(ranks: Ints, rows: int) -> Ints:
-    """Ranks to rows by a bijection that puts neighbouring ranks far apart: hot rows never share a page by rank."""
-    # Golden-section steps; the factor stays small enough that rank * factor fits 63 bits for the largest tables.
-    factor = max(1, min(int(rows * 0.6180339887), (2**63 - 1) // rows - 1))
-    while math.gcd(factor, rows) != 1:
-        factor -= 1
-    spread: Ints = (ranks * factor + rows // 3) % rows
-    return spread
+def _borders(lengths: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
-def _power_integral(low: float, high: float, s: float) -> float:
-    """The integral of x^-s from low to high."""
-    if s == 1.0:
-        return math.log(high / low)
-    return float((high ** (1.0 - s) - low ** (1.0 - s)) / (1.0 - s))
-
-
-def _power_integral_inverse(low: float, area: NDArray[np.float64], s: float) -> NDArray[np.float64]:
-    """The x at which the integral of x^-s from low reaches area."""
-    if s == 1.0:
-        reached: NDArray[np.float64] = low * np.exp(area)
-        return reached
-    base = np.maximum(low ** (1.0 - s) + area * (1.0 - s), np.finfo(np.float64).tiny)
-    reached = base ** (1.0 / (1.0 - s))
-    return reached
+def _is_weighted(spec: CollectionSpec) -> bool:
+    return any(feature.weighted for feature in spec.features)
 
 
 @dataclass(frozen=True)
@@ -230,15 +187,17 @@ class _Reader:
 
     text: str
 
-    def ids(self, value: str) -> IdLaw:
+    def ids(self, value: str) -> IdLaw | Recorded:
         match value.split(":"):
             case ["uniform"]:
                 return Uniform()
             case ["zipf", exponent]:
                 return Zipf(self.real("zipf exponent", exponent, 0.0, 10.0))
-        raise self.error(f"ids={value!r} is not known; allowed: uniform, zipf:S (S about 1)")
+            case ["trace", *_]:
+                return Recorded(self.file(value))
+        raise self.error(f"ids={value!r} is not known; allowed: uniform, zipf:S (S about 1), trace:FILE")
 
-    def lengths(self, value: str) -> LengthLaw:
+    def lengths(self, value: str) -> LengthLaw | RecordedLengths:
         match value.split(":"):
             case ["fixed", length]:
                 return Fixed(self.whole("len=fixed", length, 0, MAX_BATCH))
@@ -250,7 +209,15 @@ class _Reader:
                     self.whole("len=skew long", long, 0, MAX_BATCH),
                     self.real("len=skew share", share, 0.0, 1.0),
                 )
-        raise self.error(f"len={value!r} is not known; allowed: fixed:L, geo:MEAN, skew:SHORT:LONG:SHARE")
+            case ["trace", *_]:
+                return RecordedLengths(self.file(value))
+        raise self.error(f"len={value!r} is not known; allowed: fixed:L, geo:MEAN, skew:SHORT:LONG:SHARE, trace:FILE")
+
+    def file(self, value: str) -> str:
+        name = value.partition(":")[2].strip()
+        if not name:
+            raise self.error(f"{value!r} names no file; give trace:FILE, a name without a comma")
+        return Path(name).as_posix()
 
     def whole(self, what: str, value: str, low: int, high: int) -> int:
         try:

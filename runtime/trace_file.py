@@ -1,0 +1,244 @@
+"""A trace: batches that a collection really served, in one `.npz` file that is read without pickle.
+
+    header    JSON text: schema, names of features, rows of their tables, digest of the spec's shape
+    sizes     samples of each batch
+    lengths   ids of each bag: batch by batch, feature-major within a batch
+    values    ids, in the order of their bags
+    weights   one an id; empty if no call had any
+
+`read_trace` believes nothing of a file: whatever it returns is sound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embforge.codegen.cache import write_atomically
+from embforge.codegen.errors import WorkloadError
+
+TRACE_SCHEMA = 1
+FILE_VARIABLE, BATCHES_VARIABLE = "EMBFORGE_RECORD", "EMBFORGE_RECORD_BATCHES"
+"""In the environment: a file to which every collection that is made records itself, and how many batches."""
+BATCHES = 100
+REMEDY = "record it again with `embforge record` or ef.record(module, path)"
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Recorded batches of one collection."""
+
+    features: tuple[str, ...]
+    rows: tuple[int, ...]
+    """Of the table of each feature."""
+    shape: str
+    """Digest of the recorded spec's shape."""
+    sizes: Ints
+    lengths: Ints
+    values: Ints
+    weights: Floats | None
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return self.sizes.size
+
+    @property
+    def samples(self) -> int:
+        """Of all batches together."""
+        return int(self.sizes.sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that it holds but names: equal digests mean equal traffic."""
+        hashed = hashlib.sha256(repr((TRACE_SCHEMA, self.rows)).encode())
+        for part in (self.sizes, self.lengths, self.values, self.weights):
+            hashed.update(b"none" if part is None else part.tobytes())
+        return hashed.hexdigest()[:16]
+
+    @cached_property
+    def borders(self) -> Ints:
+        """Where each bag's ids begin in `values`, and where the last one's end."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
+
+    @cached_property
+    def first_bags(self) -> Ints:
+        """The first bag of each batch, and the number of all bags."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)]) * len(self.features)
+
+    def lengths_of(self, feature: int) -> Ints:
+        """Lengths of all bags of one feature, in recorded order."""
+        first, size = self.first_bags, self.sizes
+        return np.concatenate(
+            [self.lengths[first[i] + feature * size[i] : first[i] + (feature + 1) * size[i]] for i in range(len(self))]
+        )
+
+    def ids_of(self, feature: int) -> Ints:
+        """All ids of one feature, in recorded order."""
+        return np.concatenate([self.values[self.where(i, feature, 0, int(self.sizes[i]))] for i in range(len(self))])
+
+    def where(self, batch: int, feature: int, begin: int, end: int) -> slice:
+        """Where the ids of a feature's bags of samples `begin` to `end` of a batch stand in `values`."""
+        first = self.first_bags[batch] + feature * self.sizes[batch]
+        return slice(int(self.borders[first + begin]), int(self.borders[first + end]))
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One call's input as arrays on the host."""
+
+    size: int
+    values: NDArray[Any]
+    offsets: NDArray[Any]
+    weights: Floats | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.values, self.offsets, self.weights) if part is not None)
+
+
+def trace_of(features: Sequence[str], rows: Sequence[int], shape: str, batches: Iterable[Seen]) -> Trace:
+    """The trace of calls that succeeded. Ids that are no row are left out of bags: lookups took them as absent."""
+    kept = [_without_bad_ids(rows, seen) for seen in batches]
+    weights = None
+    if any(seen.weights is not None and seen.weights.size for seen in kept):  # a call without weights means ones
+        weights = np.concatenate([np.ones(s.values.size, np.float32) if s.weights is None else s.weights for s in kept])
+    return Trace(
+        features=tuple(features),
+        rows=tuple(rows),
+        shape=shape,
+        sizes=np.array([seen.size for seen in kept], np.int64),
+        lengths=np.concatenate([np.diff(seen.offsets) for seen in kept]).astype(np.int64),
+        values=np.concatenate([seen.values for seen in kept]).astype(np.int64),
+        weights=weights,
+    )
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Writes the file whole or not at all. `OSError` if it cannot."""
+    header = {"schema": TRACE_SCHEMA, "features": trace.features, "rows": trace.rows, "shape": trace.shape}
+    data = io.BytesIO()
+    np.savez_compressed(
+        data,
+        header=np.array(json.dumps(header)),
+        sizes=trace.sizes,
+        lengths=_narrow(trace.lengths),
+        values=_narrow(trace.values),
+        weights=np.zeros(0, np.float32) if trace.weights is None else trace.weights,
+    )
+    write_atomically(path, data.getvalue())
+
+
+def checked_target(path: Path, batches: int) -> Path:
+    """Where a recording goes, whatever directory its program changes to. `WorkloadError` if it cannot go there."""
+    if batches < 1:
+        raise WorkloadError(f"record: batches={batches} is out of range; allowed: 1 and more")
+    if path.suffix != ".npz":
+        raise WorkloadError(f"record: {path} is not the name of a trace; allowed: names that end with .npz")
+    if not path.absolute().parent.is_dir():
+        raise WorkloadError(f"record: {path.parent} is not a directory; make it first")
+    return path.absolute()
+
+
+def numbered(path: Path, number: int) -> Path:
+    """The file of a recording's first collection, second, and so on."""
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a file. `WorkloadError` names the file and what is wrong with it."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise ValueError("it is one array, and no archive of several")
+        with loaded:
+            parts = {name: loaded[name] for name in loaded.files}
+    except FileNotFoundError:
+        raise WorkloadError(f"trace {path}: no such file; make it with `embforge record --out {path} SCRIPT`") from None
+    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise _error(path, f"cannot be read as a trace ({error})") from error
+    return _checked(path, parts)
+
+
+def _checked(path: Path, parts: dict[str, NDArray[Any]]) -> Trace:
+    """The trace of these arrays, all of which may be anything."""
+    missing = [name for name in ("header", "sizes", "lengths", "values", "weights") if name not in parts]
+    if missing:
+        raise _error(path, f"is not a trace: it has no {', '.join(missing)}")
+    header = _header(path, parts["header"])
+    numbers = {name: parts[name] for name in ("sizes", "lengths", "values")}
+    for name, array in numbers.items():
+        if array.dtype.kind != "i" or array.ndim != 1:
+            raise _error(path, f"is damaged: {name} is {array.dtype} of shape {array.shape}, not a list of integers")
+    sizes, lengths, values = (array.astype(np.int64) for array in numbers.values())
+    features, rows = tuple(header["features"]), tuple(header["rows"])
+    if not sizes.size or sizes.min() < 0 or len(features) != len(rows) or lengths.size != sizes.sum() * len(features):
+        raise _error(
+            path, f"is damaged: {lengths.size} bags do not fit {len(features)} features and batches of {sizes.tolist()}"
+        )
+    if (lengths.size and lengths.min() < 0) or lengths.sum() != values.size:
+        raise _error(path, f"is damaged: bags hold {lengths.sum()} ids, {values.size} are there")
+    weights = parts["weights"] if parts["weights"].size else None
+    if weights is not None and (weights.dtype != np.float32 or weights.shape != values.shape):
+        raise _error(path, f"is damaged: {weights.size} {weights.dtype} weights for {values.size} ids")
+    trace = Trace(features, rows, str(header["shape"]), sizes, lengths, values, weights)
+    for index, name in enumerate(features):
+        ids = trace.ids_of(index)
+        if ids.size and not (ids.min() >= 0 and ids.max() < rows[index]):
+            raise _error(path, f"is damaged: ids {ids.min()} to {ids.max()} of feature {name!r} in {rows[index]} rows")
+    return trace
+
+
+def _header(path: Path, text: NDArray[Any]) -> dict[str, Any]:
+    try:
+        header = json.loads(str(text))
+    except ValueError as error:
+        raise _error(path, f"is not a trace: its header is no JSON ({error})") from error
+    if not isinstance(header, dict) or header.get("schema") != TRACE_SCHEMA:
+        found = header.get("schema") if isinstance(header, dict) else None
+        raise _error(path, f"has schema {found!r}; this embforge reads {TRACE_SCHEMA}")
+    features, rows = header.get("features"), header.get("rows")
+    if not (
+        isinstance(features, list)
+        and isinstance(rows, list)
+        and all(isinstance(name, str) for name in features)
+        and all(isinstance(count, int) for count in rows)
+        and isinstance(header.get("shape"), str)
+    ):
+        raise _error(path, "is damaged: its header lacks features, rows or shape")
+    return header
+
+
+def _without_bad_ids(rows: Sequence[int], seen: Seen) -> Seen:
+    if not seen.size:
+        return seen
+    bounds = np.repeat(np.asarray(rows, np.int64), np.diff(seen.offsets[:: seen.size]))
+    good = (seen.values >= 0) & (seen.values < bounds)
+    if good.all():
+        return seen
+    kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(good)])
+    weights = None if seen.weights is None else seen.weights[good]
+    return Seen(seen.size, seen.values[good], kept[seen.offsets], weights)
+
+
+def _narrow(array: Ints) -> NDArray[Any]:
+    """The same numbers in 32 bits where they fit."""
+    fits = not array.size or (array.min() >= -(2**31) and array.max() < 2**31)
+    return array.astype(np.int32) if fits else array
+
+
+def _error(path: Path, problem: str) -> WorkloadError:
+    return WorkloadError(f"trace {path}: {problem}; {REMEDY}")

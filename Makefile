@@ -12,7 +12,7 @@ PEERS  := $(VENV)/.peers
 GOLDEN_SPECS := dlrm llm_vocab mixed
 GOLDEN_TRAINED := dlrm:rowwise_adagrad llm_vocab:adam mixed:sgd+l2
 
-.PHONY: help setup demo test soak bench lanes lint format typing golden wheel lock clean
+.PHONY: help setup demo test soak bench oracle lanes lint format typing golden wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -33,6 +33,9 @@ bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch 
 	$(RUN)python -m benchmarks.build_times
 	status=0; for part in "run forward" "run training" linear; do \
 	    $(RUN)python -m benchmarks.$$part || status=1; done; exit $$status
+
+oracle: $(READY) ## ten runs of the tuner beside spaces that were measured whole (40 minutes); rewrites docs/tuning.md
+	$(RUN)python -m benchmarks.oracle tries --write
 
 lanes: $(READY) ## what the lanes of a GPU would do, counted by the emulated one; rewrites docs/emulated_gpu.md
 	$(RUN)python -m benchmarks.lanes --write

@@ -51,7 +51,19 @@ def run_json(*words: str | Path, code: int = 0) -> Any:
     return json.loads(run(*words, "--json", code=code).stdout)
 
 
-COMMANDS = (["gen"], ["verify"], ["bench"], ["env"], ["cache", "ls"], ["cache", "clear"], ["schema"], ["demo"])
+COMMANDS = (
+    ["gen"],
+    ["verify"],
+    ["bench"],
+    ["tune"],
+    ["tuned", "ls"],
+    ["record"],
+    ["env"],
+    ["cache", "ls"],
+    ["cache", "clear"],
+    ["schema"],
+    ["demo"],
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -61,7 +73,7 @@ def test_every_command_explains_itself_and_speaks_json(command: list[str]) -> No
 
 
 def test_exit_codes_are_documented() -> None:
-    for command in ([], ["gen"], ["verify"], ["bench"], ["demo"]):
+    for command in ([], ["gen"], ["verify"], ["bench"], ["tune"], ["tuned"], ["demo"]):
         assert "Exit codes: 0" in run(*command, "--help").stdout
 
 

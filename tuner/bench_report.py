@@ -14,12 +14,12 @@ import torch
 from embforge.codegen.machine import cpu_model, package_version
 from embforge.tuner.measure import Measurement, Ratio
 from embforge.tuner.quiet import QUIET
+from embforge.tuner.timers import USUAL_CACHE_BYTES, parse_bytes
 
 OURS = "embforge"
 LIMIT = "limit"
 GATHER_LIMIT = "gather limit"
 """The gather limit's name where the update limit has `LIMIT`."""
-USUAL_CACHE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def machine_facts() -> dict[str, str]:
 
 def last_level_cache_bytes() -> int:
     """Size of the largest cache that Linux reports, or a usual one."""
-    sizes = [_bytes(p.read_text()) for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [parse_bytes(p.read_text()) for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max(sizes, default=USUAL_CACHE_BYTES)
 
 
@@ -131,9 +131,3 @@ def _timing(taken: Measurement, name: str, note: str) -> Timing:
     low, high = taken.spread(name)
     samples = tuple(round(s * 1e6, 3) for s in taken.samples[name])
     return Timing(name, note, taken.median(name) * 1e6, low * 1e6, high * 1e6, taken.repeats[name], samples)
-
-
-def _bytes(text: str) -> int:
-    text = text.strip()
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
-    return int(text.rstrip("KMG")) * factor

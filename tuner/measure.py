@@ -7,7 +7,6 @@ the same round do. No contender starts on a batch that the one before it has jus
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embforge.tuner.timers import WARM_UP_CALLS, CpuTimer, Run, Timer
 from embforge.tuner.workload import Batch
 
-SAMPLE_SECONDS = 1e-3
-"""A sample lasts at least this long: below, the clock and the interpreter's own noise are what is measured."""
 MIN_ROUNDS = 7
 MAX_ROUNDS = 400
 RESAMPLES = 1000
@@ -91,34 +89,65 @@ def measure(
     """
     if len(batches) < 2:
         raise ValueError(f"measure needs at least 2 batches to rotate, got {len(batches)}; 4 or more are usual")
-    prepared = {c.name: [c.prepare(batch) for batch in batches] for c in contenders}
+    timer = CpuTimer(clock=clock, synchronize=synchronize)
+    names, runs = [c.name for c in contenders], [c.run for c in contenders]
+    prepared = [[c.prepare(batch) for batch in batches] for c in contenders]
     rotation = Rotation(len(batches))
-
-    def sample(contender: Contender, repeats: int) -> float:
-        turns = [prepared[contender.name][index] for index in rotation.take(repeats)]
-        run = contender.run
-        synchronize()
-        start = clock()
-        for turn in turns:
-            run(turn)
-        synchronize()
-        return (clock() - start) / repeats
-
+    gc.collect()
     with _no_garbage_collection():
-        for contender in contenders:  # the first call compiles, faults pages in, starts threads
-            sample(contender, 2)
-        single = {c.name: min(sample(c, 1) for _ in range(3)) for c in contenders}
-        repeats = {name: max(1, math.ceil(SAMPLE_SECONDS / max(t, 1e-9))) for name, t in single.items()}
-        samples: dict[str, list[float]] = {c.name: [] for c in contenders}
+        repeats = repeats_of(runs, prepared, timer, rotation)
         rng = np.random.default_rng(seed)
+        rounds: list[tuple[float, ...]] = []
         deadline = clock() + seconds
-        for done in range(MAX_ROUNDS):
-            if done >= MIN_ROUNDS and clock() >= deadline:
-                break
-            for index in rng.permutation(len(contenders)):
-                contender = contenders[index]
-                samples[contender.name].append(sample(contender, repeats[contender.name]))
-    return Measurement({name: tuple(taken) for name, taken in samples.items()}, repeats)
+        while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and clock() < deadline):
+            rounds.append(_round(runs, prepared, rng, timer, repeats, rotation))
+    samples = dict(zip(names, zip(*rounds, strict=True), strict=True))
+    return Measurement(samples, dict(zip(names, repeats, strict=True)))
+
+
+def interleaved_rounds(
+    runs: Sequence[Run],
+    prepared: Sequence[Sequence[Any]],
+    count: int,
+    rng: np.random.Generator,
+    timer: Timer,
+    repeats: Sequence[int],
+    rotation: Rotation | None = None,
+) -> list[tuple[float, ...]]:
+    """`count` rounds of all `runs`, each in a new order: seconds a call, `[round][run]`.
+
+    `prepared[run]` holds a run's arguments for each batch: equal batches at equal places. A `rotation` that is passed
+    on goes on where the rounds before ended.
+    """
+    rotation = rotation or Rotation(len(prepared[0]))
+    with _no_garbage_collection():
+        return [_round(runs, prepared, rng, timer, repeats, rotation) for _ in range(count)]
+
+
+def repeats_of(
+    runs: Sequence[Run], prepared: Sequence[Sequence[Any]], timer: Timer, rotation: Rotation | None = None
+) -> list[int]:
+    """Calls that a sample of each run needs; warms all of them up."""
+    rotation = rotation or Rotation(len(prepared[0]))
+    found = []
+    for run, own in zip(runs, prepared, strict=True):
+        found.append(timer.repeats_for(run, [own[index] for index in rotation.take(WARM_UP_CALLS)]))
+    return found
+
+
+def _round(
+    runs: Sequence[Run],
+    prepared: Sequence[Sequence[Any]],
+    rng: np.random.Generator,
+    timer: Timer,
+    repeats: Sequence[int],
+    rotation: Rotation,
+) -> tuple[float, ...]:
+    taken = [0.0] * len(runs)
+    for index in rng.permutation(len(runs)):
+        turns = [prepared[index][turn] for turn in rotation.take(repeats[index])]
+        taken[index] = timer.sample(runs[index], turns, repeats[index])
+    return tuple(taken)
 
 
 class Rotation:
@@ -139,7 +168,6 @@ class Rotation:
 def _no_garbage_collection() -> Iterator[None]:
     """A collection that strikes one contender's sample is nobody's time."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -6,7 +6,6 @@ A step is forward, backward and update. Everyone is fed the same gradients and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,8 +81,7 @@ def bench_training(
     workload = parse(workload) if isinstance(workload, str) else workload or Workload()
     batches = enough_batches(spec, workload, seed)
     module = our_module(spec, rule, on) if ours else None
-    small = replace(workload, batch=min(workload.batch, CHECK_BATCH))
-    steps = [make_batch(spec, small, seed + step) for step in range(2)]
+    steps = [make_batch(spec, workload.at_most(CHECK_BATCH), seed + step) for step in range(2)]
     trainees: list[Trainee] = []
     checked: dict[str, Checked] = {}
     skipped: dict[str, str] = {}

@@ -57,7 +57,8 @@ def load_spec(text: str) -> CollectionSpec:
     if not path.exists():
         if text not in shipped:
             raise SpecError(f"{text}: no such spec file, and no such example; examples: {', '.join(sorted(shipped))}")
-        path = Path(str(shipped[text]))
+        # Without its file: nobody's project lies in the package.
+        return CollectionSpec.from_dict(CollectionSpec.from_toml(Path(str(shipped[text]))).to_dict())
     return CollectionSpec.from_toml(path)
 
 
@@ -141,16 +142,22 @@ def _split_overrides(target: str, overrides: Iterable[str]) -> tuple[list[str], 
 
 def params_of(target: str, overrides: Iterable[str], op: str = "forward") -> Any:
     """The target's default params with `field=value` overrides applied; `PlanError` names what is wrong."""
-    from embforge.codegen.errors import PlanError
     from embforge.codegen.params import params_from
+
+    return params_from(target, fields_given(overrides, "--param"), op)
+
+
+def fields_given(overrides: Iterable[str], option: str) -> dict[str, Any]:
+    """Plan fields as `field=value` says them; `PlanError` names what is not of that form."""
+    from embforge.codegen.errors import PlanError
 
     values = {}
     for override in overrides:
         field, separator, text = override.partition("=")
         if not separator:
-            raise PlanError(f"--param {override!r} is not FIELD=VALUE, e.g. --param prefetch_bytes=4096")
+            raise PlanError(f"{option} {override!r} is not FIELD=VALUE, e.g. {option} prefetch_bytes=4096")
         values[field.strip()] = _value(text.strip())
-    return params_from(target, values, op)
+    return values
 
 
 def print_json(data: Any) -> None:

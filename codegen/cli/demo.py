@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -25,12 +26,14 @@ from embforge.codegen.cli.common import (
 EXAMPLE = "dlrm"
 WORKLOAD = "zipf:1.05,batch=512"
 SECONDS = 8.0
+TUNING_SECONDS = 30.0
 PATIENCE = 20.0
 """Seconds to wait for others to leave the machine alone before timing."""
 NEXT = """What to do next
   look at the kernels      {out}/*.cpp, {out}/*.cu
   with your own tables     write a spec like examples/specs/dlrm.toml (`embforge schema` has its JSON schema), then
                            embforge gen SPEC --target cuda --arch sm_90 --out kernels/
+  tuned for your machine   embforge tune dlrm --budget 3m; modules use what it finds
   check every plan field   embforge verify dlrm --on cpu; embforge verify dlrm --on simt --counters
   from Python              ef.EmbeddingCollection(ef.CollectionSpec.from_toml("SPEC")); see README.md
   if you have a GPU        embforge verify dlrm --on cuda: you would be the first, and we would love to hear"""
@@ -47,15 +50,19 @@ NEXT = """What to do next
 @json_option
 @click.pass_context
 def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
-    """Everything once: one spec becomes a CPU kernel and cubins for eight GPU generations, checked and timed."""
+    """Everything once: one spec becomes a CPU kernel and cubins for eight GPU generations, checked, timed and tuned."""
     from embforge.codegen.build import build
     from embforge.codegen.cli.bench import notes_of, timing_table
     from embforge.codegen.cli.gen import default_archs, emit
     from embforge.codegen.cli.resources import resource_table
+    from embforge.codegen.cli.tune_result import comparison_table, result_json
     from embforge.codegen.cli.verify import check_table
     from embforge.codegen.errors import ToolchainError
     from embforge.tuner.bench import bench_spec
     from embforge.tuner.quiet import wait_until_quiet
+    from embforge.tuner.report import headline
+    from embforge.tuner.report_data import report_of
+    from embforge.tuner.tune import tune
     from embforge.verify import verify
 
     screen = console()
@@ -110,11 +117,19 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
         report = bench_spec(spec, on="cpu", workload=WORKLOAD, seconds=SECONDS)
     say(timing_table(report), *notes_of(report))
 
+    say("", "[bold]7. Tuned[/] for this machine (a short run, not kept: `embforge tune dlrm` is the long one)")
+    with waiting(f"tuning for about {TUNING_SECONDS:g} s"), TemporaryDirectory() as folder:
+        tuned = tune(
+            spec, workloads=[WORKLOAD], budget=TUNING_SECONDS, storage=str(Path(folder) / "studies.sqlite3"), store=None
+        )
+        found = report_of(tuned.study)
+    say(*([comparison_table(found.finals, found.title)] if found.finals else []), f"   {headline(found)}")
+
     passed = all(row.passed for row in (*checks, *executed)) and not report.disagreeing
     say("", NEXT.format(out=out))
     if as_json:
         kernels = [cpu, *gpu]
         data = {"passed": passed, "directory": str(out), "kernels": kernels}
         data |= {"checks": [vars(row) for row in checks], "executed": [vars(row) for row in executed]}
-        print_json(data | {"bench": report.to_json()})
+        print_json(data | {"bench": report.to_json(), "tuned": result_json(found)})
     ctx.exit(OK if passed else CHECK_FAILED)

@@ -10,7 +10,10 @@ from embforge.codegen.cli.common import EXIT_CODES, Commands
 from embforge.codegen.cli.demo import demo
 from embforge.codegen.cli.env import env
 from embforge.codegen.cli.gen import gen
+from embforge.codegen.cli.record import record
 from embforge.codegen.cli.schema import schema
+from embforge.codegen.cli.tune import tune
+from embforge.codegen.cli.tuned import tuned
 from embforge.codegen.cli.verify import verify
 
 
@@ -23,5 +26,5 @@ def main() -> None:
     """
 
 
-for _command in (gen, verify, bench, env, cache, schema, demo):
+for _command in (gen, verify, bench, tune, tuned, record, env, cache, schema, demo):
     main.add_command(_command)

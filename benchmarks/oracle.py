@@ -1,0 +1,219 @@
+"""`python -m benchmarks.oracle`: how near the tuner comes to the best point of a space that was measured whole.
+
+`measure` measures every point of every case, for the table that is checked in. `tries` runs `embforge tune` as a user
+does, from a good start and from poor ones, each time without any kernel or result of before, and compares what it
+stored with the table's best and with the default in fresh interleaved rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.oracle_cases import CASES, TRIES, Case, Oracle, Try, read_oracle, write_oracle
+from embforge.codegen.build import build_many
+from embforge.codegen.params import Params, params_from
+from embforge.tuner.bench_judge import BenchJudge
+from embforge.tuner.decision import gain_of
+from embforge.tuner.messages import Setup
+from embforge.tuner.outcome import Timed
+from embforge.tuner.quiet import wait_until_quiet
+from embforge.tuner.stats import noise_floor
+from embforge.tuner.task import Task
+
+BUDGET = "3m"
+LEAST_SHARE = 0.95
+"""Of the oracle's best speed."""
+LEAST_WORK = 0.7
+"""Of the wall time: compiling and measuring."""
+FINALISTS, FINAL_ROUNDS = 24, 60
+CHECK_ROUNDS, CHECK_BLOCKS = 40, 3
+RESULTS = Path(__file__).with_name("results")
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "tuning.md"
+BEGIN, END = "<!-- tries: written by make oracle -->", "<!-- end of tries -->"
+
+
+@dataclass(frozen=True)
+class TryResult:
+    """What a try stored, and how fast that is in fresh rounds."""
+
+    what: str
+    stored: dict[str, Any]
+    trials: int
+    share: float
+    """Speed of what was stored, of the oracle's best."""
+    leader_share: float
+    """The same of the leader of the finals, be it stored or not."""
+    gain: tuple[float, float, float]
+    """Times faster than the default: median and 95 % interval."""
+    floor: float
+    """How far apart two copies of it came out here."""
+    work_share: float
+
+    @property
+    def problems(self) -> list[str]:
+        """What a try must reach and did not."""
+        found = []
+        if self.share < LEAST_SHARE:
+            found.append(f"{self.share:.1%} of the oracle's best speed; asked: {LEAST_SHARE:.0%}")
+        if self.gain[0] < 1 / (1 + self.floor):
+            found.append(f"stored what is {self.gain[0]:.3f}x the default's speed, noise floor {self.floor:.1%}")
+        if self.work_share < LEAST_WORK:
+            found.append(f"{self.work_share:.0%} of the time measuring or compiling; asked: {LEAST_WORK:.0%}")
+        return found
+
+
+@click.group()
+def main() -> None:
+    """The tuner against spaces that were measured whole."""
+
+
+@main.command()
+@click.argument("names", nargs=-1, type=click.Choice(sorted(CASES)))
+def measure(names: Sequence[str]) -> None:
+    """Measure every point of the cases (all of them by default) and write their tables."""
+    console = Console()
+    for name in names or CASES:
+        wait_until_quiet(60.0)
+        case = CASES[name]
+        oracle = measured(case, console)
+        write_oracle(case, oracle)
+        console.print(f"{name}: {len(oracle.ratios)} points, best {oracle.ratios[oracle.best]:.3f}: {oracle.best}")
+
+
+@main.command()
+@click.option("--only", type=int, multiple=True, help="Numbers of the tries to run, from 0; all by default.")
+@click.option("--write", is_flag=True, help="Write the table into docs/tuning.md, and dated JSON.")
+def tries(only: Sequence[int], write: bool) -> None:
+    """Run the ten tries. Exits with 1 if any of them misses what is asked."""
+    results = []
+    for number in only or range(len(TRIES)):
+        wait_until_quiet(60.0)
+        results.append(run_try(TRIES[number]))
+        click.echo(f"{results[-1]}: {'; '.join(results[-1].problems) or 'well'}")
+    Console(width=None if sys.stdout.isatty() else 160).print(_table(results))
+    if write:
+        _write(results)
+    sys.exit(any(result.problems for result in results))
+
+
+def measured(case: Case, console: Console) -> Oracle:
+    """Screens every point beside the default, then races the fastest."""
+    task = case.task()
+    plans = [task.plan(params) for params in task.space.points]
+    with console.status(f"{case.name}: compiling {len(plans)} kernels"):
+        build_many(plans)
+    with _judge(task) as judge, console.status("") as status:
+        ratios: dict[Params, float] = {}
+        for number, plan in enumerate(plans):
+            status.update(f"{case.name}: {number} of {len(plans)} points")
+            outcome = judge.screen(plan)
+            if not isinstance(outcome, Timed):
+                raise RuntimeError(f"{plan.uri}: {outcome}; an oracle must have no failures")
+            ratios[plan.params] = outcome.score
+        fastest = sorted(ratios, key=lambda params: ratios[params])[:FINALISTS]
+        status.update(f"{case.name}: finals")
+        rows = judge.rounds([task.plan(p) for p in (task.default, *fastest)], case.workload, FINAL_ROUNDS, seed=1)
+        assert isinstance(rows, list), rows
+    times = np.array(rows)
+    finals = np.median(times[:, 1:] / times[:, :1], axis=0)
+    ratios |= dict(zip(fastest, finals.tolist(), strict=True))
+    facts = {
+        "case": asdict(case),
+        "hardware": asdict(task.hardware),
+        "versions": task.versions(),
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "default_seconds": float(np.median(times[:, 0])),
+        "rounds": {"screening": "5 to 12", "finals": FINAL_ROUNDS, "finalists": FINALISTS},
+    }
+    return Oracle(ratios, fastest[int(finals.argmin())], facts)
+
+
+def run_try(attempt: Try) -> TryResult:
+    """Tunes in a process of its own with nothing in any cache or store, then compares in fresh rounds."""
+    case = CASES[attempt.case]
+    words = ["tune", str(case.spec_file), "--budget", BUDGET, "--workload", case.workload, "--seed", str(attempt.seed)]
+    words += [] if case.train is None else ["--train", case.train]
+    words += [word for name, value in attempt.baseline.items() for word in ("--baseline", f"{name}={value}")]
+    with tempfile.TemporaryDirectory(prefix="embforge-try-") as folder:
+        fresh = {"EMBFORGE_CACHE_DIR": f"{folder}/cache", "EMBFORGE_TUNED_DIR": f"{folder}/tuned"}
+        command = [str(Path(sys.executable).with_name("embforge")), *words, "--json"]
+        done = subprocess.run(command, env=os.environ | fresh, stdout=subprocess.PIPE, text=True, check=True)
+    told = json.loads(done.stdout)
+    op = "forward" if case.train is None else "backward"
+    return compared(attempt, told, params_from("cpu", told["best"], op), params_from("cpu", told["leader"], op))
+
+
+def compared(attempt: Try, told: dict[str, Any], stored: Params, leader: Params) -> TryResult:
+    """What was stored and the leader beside the oracle's best and the default, in blocks of interleaved rounds."""
+    case = CASES[attempt.case]
+    task, best = case.task(), read_oracle(case).best
+    plans = [task.plan(params) for params in (best, stored, stored, leader, task.default)]
+    build_many(list(dict.fromkeys(plans)))
+    rows: list[tuple[float, ...]] = []
+    with _judge(task, seed=1000 + attempt.seed) as judge:
+        for block in range(CHECK_BLOCKS):
+            taken = judge.rounds(plans, case.workload, CHECK_ROUNDS, seed=block)
+            assert isinstance(taken, list), taken
+            rows += taken
+    oracles, ours, copies, leaders, defaults = np.array(rows).T
+    gain = gain_of(defaults, ours)
+    return TryResult(
+        what=str(attempt),
+        stored={name: value for name, value in told["best"].items() if value != told["default"][name]},
+        trials=sum(told["outcomes"].values()),
+        share=gain_of(oracles, ours).median,
+        leader_share=gain_of(oracles, leaders).median,
+        gain=(gain.median, gain.low, gain.high),
+        floor=noise_floor(ours, copies),
+        work_share=told["work_share"],
+    )
+
+
+def _judge(task: Task, seed: int = 0) -> BenchJudge:
+    return BenchJudge(Setup(task.anchor.text, task.workloads, seed=seed))
+
+
+def _table(results: Sequence[TryResult]) -> Table:
+    table = Table(*HEADINGS)
+    for result in results:
+        table.add_row(*_cells(result))
+    return table
+
+
+HEADINGS = ("try", "stored", "trials", "of the oracle's best", "times the default", "noise", "at work")
+
+
+def _cells(result: TryResult) -> list[str]:
+    gain = "{:.3f} ({:.3f} to {:.3f})".format(*result.gain)
+    stored = " ".join(f"{name}={value}" for name, value in result.stored.items()) or "the default"
+    shares = (f"{result.share:.1%}", gain, f"{result.floor:.1%}", f"{result.work_share:.0%}")
+    return [result.what, stored, str(result.trials), *shares]
+
+
+def _write(results: Sequence[TryResult]) -> None:
+    now = datetime.now(UTC)
+    RESULTS.mkdir(exist_ok=True)
+    data = {"measured": now.isoformat(timespec="seconds"), "tries": [asdict(result) for result in results]}
+    (RESULTS / f"tries-{now:%Y-%m-%d}.json").write_text(json.dumps(data, indent=1) + "\n")
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEADINGS, ["---"] * len(HEADINGS), *map(_cells, results))]
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    PAGE.write_text(head + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Three tuning tasks whose spaces are small enough to be measured whole, and ten tries at them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.params import Params, params_from
+from embforge.codegen.spec import CollectionSpec
+from embforge.tuner.task import Task, task_of
+
+FOLDER = Path(__file__).with_name("oracles")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A spec, an op and the traffic."""
+
+    name: str
+    workload: str
+    train: str | None = None
+
+    @property
+    def spec_file(self) -> Path:
+        return FOLDER / f"{self.name}.toml"
+
+    @property
+    def table_file(self) -> Path:
+        return FOLDER / f"{self.name}.json"
+
+    def task(self, baseline: Mapping[str, Any] | None = None) -> Task:
+        """On this machine."""
+        spec = CollectionSpec.from_toml(self.spec_file)
+        return task_of(spec, train=self.train, workloads=[self.workload], baseline=baseline)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("tokens", "zipf:1.05,len=fixed:1,batch=8192"),
+        Case("bags", "zipf:1.05,len=geo:20,batch=512"),
+        Case("updates", "zipf:1.05,len=geo:10,batch=512", train="sgd"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Try:
+    """A run of `embforge tune`; `baseline`: the fields of a poor start, none for the usual one."""
+
+    case: str
+    baseline: Mapping[str, Any]
+    seed: int
+
+    def __str__(self) -> str:
+        start = " ".join(f"{name}={value}" for name, value in self.baseline.items()) or "the default"
+        return f"{self.case} from {start}"
+
+
+TRIES = tuple(
+    Try(case, baseline, seed)
+    for seed, (case, baseline) in enumerate(
+        (
+            ("tokens", {}),
+            ("tokens", {"threads": 1, "prefetch_bytes": 0}),
+            ("tokens", {"stores": "streaming", "prefetch_level": 1, "prefetch_bytes": 1024, "grain_bytes": 1048576}),
+            ("bags", {}),
+            ("bags", {"threads": 1, "prefetch_bytes": 0, "stores": "streaming"}),
+            ("bags", {"grain_bytes": 1048576, "prefetch_bytes": 32768, "rows_unrolled": 4}),
+            ("bags", {"prefetch_level": 1, "prefetch_bytes": 1024, "grain_bytes": 16384}),
+            ("updates", {}),
+            ("updates", {"threads": 1, "prefetch_bytes": 0}),
+            ("updates", {"grain_bytes": 1048576, "prefetch_level": 1, "prefetch_bytes": 1024}),
+        )
+    )
+)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Every point of a case's space, measured."""
+
+    ratios: Mapping[Params, float]
+    """Time over the default's."""
+    best: Params
+    """The fastest in the finals of the fastest."""
+    facts: Mapping[str, Any]
+    """Hardware, versions, how it was measured."""
+
+
+def read_oracle(case: Case) -> Oracle:
+    """The table that is checked in."""
+    data = json.loads(case.table_file.read_text())
+    op = "forward" if case.train is None else "backward"
+    names = data["fields"]
+
+    def params(values: list[Any]) -> Params:
+        return params_from("cpu", dict(zip(names, values, strict=True)), op)
+
+    ratios = {params(values): ratio for *values, ratio in data["points"]}
+    return Oracle(ratios, params(data["best"]), data["facts"])
+
+
+def write_oracle(case: Case, oracle: Oracle) -> None:
+    """One line a point, the fastest first."""
+    names = list(vars(oracle.best))
+    rows = sorted(oracle.ratios.items(), key=lambda item: item[1])
+    lines = ",\n  ".join(json.dumps([*vars(params).values(), round(ratio, 4)]) for params, ratio in rows)
+    head = {"fields": names, "best": list(vars(oracle.best).values()), "facts": oracle.facts}
+    text = json.dumps(head, indent=1)[:-2] + f',\n "points": [\n  {lines}\n ]\n}}\n'
+    case.table_file.write_text(text)

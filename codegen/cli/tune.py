@@ -1,0 +1,273 @@
+"""`embforge tune`: the fastest plan fields for a spec on this machine, with evidence, kept for every later module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from embforge.codegen.cli.common import (
+    EXIT_CODES,
+    console,
+    fields_given,
+    json_option,
+    print_json,
+    spec_argument,
+    stage_bar,
+    waiting,
+)
+from embforge.codegen.cli.durations import Duration
+
+if TYPE_CHECKING:
+    from embforge.codegen.spec import CollectionSpec
+    from embforge.tuner.static import StaticReport
+
+DEFAULT_SECONDS = 180.0
+INTERRUPTED = 130
+"""The exit code, as a shell has it for Ctrl-C."""
+KEPT_OPTIONS = ("user", "project", "none")
+
+
+@click.command(epilog=EXIT_CODES)
+@spec_argument
+@click.option("--on", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="What to tune for.")
+@click.option(
+    "--train",
+    metavar="RULE",
+    help="Tune the backward and update of RULE (sgd, adam, adam+l2, ..., or none: gradients only), not the lookup.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    help="Traffic to tune for, e.g. zipf:1.05,len=geo:20,batch=2048 or trace:FILE.npz. May be repeated: what is found "
+    "then is fast on all of them.  [default: uniform,batch=2048]",
+)
+@click.option("--budget", type=Duration(), help="Time to spend, finals included: 90s, 10m, 1h30m.  [default: 3m]")
+@click.option(
+    "--trials",
+    type=click.IntRange(min=0),
+    help="At most so many candidates in this run, without --budget however long they take. 0: run nothing, show what "
+    "the study has found so far.",
+)
+@click.option(
+    "--baseline",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Begin the search at this point instead of the default. What ships is compared with the default all the same.",
+)
+@click.option(
+    "--cache",
+    "cache_state",
+    type=click.Choice(["warm", "cold"]),
+    default="warm",
+    show_default=True,
+    help="Whether calls follow each other, or find caches empty.",
+)
+@click.option("--ids", type=click.Choice(["int64", "int32"]), default="int64", show_default=True, help="Type of ids.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of batches, order and guesses.")
+@click.option(
+    "--store",
+    type=click.Choice(KEPT_OPTIONS),
+    default="user",
+    show_default=True,
+    help="Where the result goes: this user's store, embforge-tuned/ beside the spec, or nowhere.",
+)
+@click.option(
+    "--storage",
+    metavar="URL",
+    help="Where trials are kept: a SQLite file, postgresql+psycopg://USER:PASSWORD@HOST/NAME, journal:///FILE. "
+    "Processes that name the same one share the work.  [default: EMBFORGE_STUDIES, else a file in the user's store]",
+)
+@click.option(
+    "--report", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page about the study, .html."
+)
+@click.option(
+    "--list", "listed", is_flag=True, help="Print the space, its size and what removed each part; run nothing."
+)
+@click.option(
+    "--static",
+    "estimated",
+    is_flag=True,
+    help="With --on cuda, without a GPU: rank plans by an estimate from compiled code and counted sectors, as the seed "
+    "of a later measured run.",
+)
+@click.option("--arch", help="With --static or --list: the GPU, sm_75 .. sm_120.  [default: sm_90]")
+@json_option
+def tune(
+    spec: CollectionSpec,
+    on: str,
+    train: str | None,
+    workloads: Sequence[str],
+    budget: float | None,
+    trials: int | None,
+    baseline: Sequence[str],
+    cache_state: str,
+    ids: str,
+    seed: int,
+    store: str,
+    storage: str | None,
+    page: Path | None,
+    listed: bool,
+    estimated: bool,
+    arch: str | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest plan fields for SPEC on this machine, and keep them: modules use them from then on.
+
+    \b
+      embforge tune dlrm --budget 10m                        the lookup
+      embforge tune dlrm --train adam --report out.html      the backward and update, with a page about it
+      embforge tune dlrm --list                              what would be searched
+
+    Every candidate is verified bit for bit against the reference, then timed beside the default. The best run in
+    shuffled, interleaved rounds; the default stays unless the gain beats the noise floor. Interrupt it whenever you
+    like: the same command goes on where it stopped.
+    """
+    _check_options(on, listed, estimated, arch, page, workloads, trials)
+    if listed:
+        _list(spec, on, train, arch, ids, as_json)
+    elif estimated:
+        _estimate(spec, train, workloads, budget or DEFAULT_SECONDS, trials, arch or "sm_90", as_json)
+    else:
+        if budget is None and trials is None:
+            budget = DEFAULT_SECONDS
+        _tune(
+            spec,
+            budget,
+            page,
+            as_json,
+            on=on,
+            train=train,
+            workloads=workloads,
+            trials=trials,
+            baseline=fields_given(baseline, "--baseline") or None,
+            seed=seed,
+            storage=storage,
+            store=None if store == "none" else store,
+            cache=cache_state,
+            id_dtype=ids,
+        )
+
+
+def _check_options(
+    on: str,
+    listed: bool,
+    estimated: bool,
+    arch: str | None,
+    page: Path | None,
+    workloads: Sequence[str],
+    trials: int | None,
+) -> None:
+    if listed and estimated:
+        raise click.UsageError("--list and --static both say what to do; give one of them")
+    if estimated and on != "cuda":
+        raise click.UsageError("--static ranks CUDA plans; add --on cuda")
+    if arch and not (on == "cuda" and (estimated or listed)):
+        raise click.UsageError("--arch works with --on cuda and --static or --list; a measured run asks the device")
+    if page and (listed or estimated):
+        raise click.UsageError("--report shows measured trials; leave it out, or --list and --static")
+    if estimated and len(workloads) > 1:
+        raise click.UsageError("--static takes one --workload")
+    if estimated and trials == 0:
+        raise click.UsageError("--static needs --trials from 1, or none")
+
+
+def _list(spec: CollectionSpec, on: str, train: str | None, arch: str | None, ids: str, as_json: bool) -> None:
+    from embforge.codegen.cli.tune_tables import space_json, space_table
+    from embforge.codegen.machine import host_isa
+    from embforge.codegen.training import update_named
+    from embforge.codegen.tuned.hardware import any_gpu, this_cpu
+    from embforge.tuner.space import space_of
+
+    op, update = ("forward", None) if train is None else ("backward", update_named(train))
+    arch = host_isa() if on == "cpu" else arch or "sm_90"
+    hardware = this_cpu() if on == "cpu" else any_gpu(arch)
+    with waiting("counting points"):
+        space = space_of(op, on, arch, spec, hardware, update, id_dtype=ids)
+    if as_json:
+        print_json(space_json(space))
+    else:
+        console().print(space_table(space))
+
+
+def _estimate(
+    spec: CollectionSpec,
+    train: str | None,
+    workloads: Sequence[str],
+    budget: float,
+    trials: int | None,
+    arch: str,
+    as_json: bool,
+) -> None:
+    from embforge.codegen.cli.tune_tables import static_table
+    from embforge.codegen.training import update_named
+    from embforge.tuner.estimate import FORMULA
+    from embforge.tuner.seeds import save_seeds
+    from embforge.tuner.static import rank
+    from embforge.tuner.workload import Workload, parse
+
+    op, update = ("forward", None) if train is None else ("backward", update_named(train))
+    workload = parse(workloads[0]) if workloads else Workload()
+    with stage_bar() as tell:
+        report = rank(spec, arch, op, workload, budget, update=update, most=trials, progress=tell)
+    path = save_seeds(report)
+    if as_json:
+        print_json(_estimate_json(report, path))
+        return
+    screen = console()
+    screen.print(static_table(report))
+    compiled = f"{len(report.rows)} plans ranked, {len(report.refused)} refused, of {len(report.space.points):,} points"
+    for line in (FORMULA, compiled, f"an estimate: nothing that runs uses it; a measured run begins with it: {path}"):
+        screen.print(line, soft_wrap=True, markup=False)
+
+
+def _estimate_json(report: StaticReport, path: Path) -> dict[str, Any]:
+    from embforge.tuner.estimate import FORMULA
+
+    return {
+        "estimate": True,
+        "formula": FORMULA,
+        "op": report.op,
+        "arch": report.arch,
+        "workload": report.workload,
+        "points": len(report.space.points),
+        "rows": [asdict(row) for row in report.rows],
+        "refused": [{"params": asdict(params), "why": why} for params, why in report.refused],
+        "file": str(path),
+    }
+
+
+def _tune(spec: CollectionSpec, budget: float | None, page: Path | None, as_json: bool, **options: Any) -> None:
+    with waiting("loading torch and the tuner"):
+        from embforge.codegen.cli.tune_display import Status, display
+        from embforge.codegen.cli.tune_result import print_result, result_json
+        from embforge.tuner.report import write_report
+        from embforge.tuner.report_data import report_of
+        from embforge.tuner.tune import tune as run
+
+    status = Status(budget, anchor="the baseline" if options["baseline"] else "the default")
+    try:
+        with display(status) as tell:
+            result = run(spec, budget=budget, progress=tell, **options)
+    except KeyboardInterrupt:
+        click.echo(
+            "embforge: interrupted; no trial that ended is lost: the same command goes on where it was", err=True
+        )
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    report = report_of(result.study)
+    if page is not None:
+        write_report(page, report)
+    files = {"stored": [str(path) for path in result.paths], "report": str(page) if page else None}
+    if as_json:
+        print_json(result_json(report) | {"storage": result.storage, "finished": result.finished} | files)
+        return
+    screen = console()
+    print_result(screen, report)
+    for path in result.paths:
+        screen.print(f"stored: {path}", soft_wrap=True, markup=False)
+    if page is not None:
+        screen.print(f"report: {page}", soft_wrap=True, markup=False)

@@ -1,0 +1,37 @@
+"use strict";
+window.addEventListener("error", (event) => { document.documentElement.dataset.error = event.message; });
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  const headings = [...table.tHead.rows[0].cells];
+  headings.forEach((heading, column) => {
+    heading.tabIndex = 0;
+    const sort = () => {
+      const up = heading.getAttribute("aria-sort") !== "ascending";
+      headings.forEach((other) => other.removeAttribute("aria-sort"));
+      heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const key = (row) => row.cells[column].dataset.v ?? row.cells[column].textContent;
+      const order = (a, b) => {
+        const [x, y] = [Number(key(a)), Number(key(b))];
+        return Number.isNaN(x) || Number.isNaN(y) ? key(a).localeCompare(key(b)) : x - y;
+      };
+      const rows = [...table.tBodies[0].rows].sort((a, b) => (up ? order(a, b) : order(b, a)));
+      table.tBodies[0].append(...rows);
+    };
+    heading.addEventListener("click", sort);
+    heading.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+  });
+}
+
+// The page looks at itself, so that a broken drawing is a failed check and not somebody's discovery.
+const faults = [];
+for (const drawing of document.querySelectorAll("svg")) {
+  const name = drawing.getAttribute("aria-label");
+  if (/NaN|Infinity|undefined/.test(drawing.innerHTML)) faults.push(`${name}: a place is not a number`);
+  const box = drawing.viewBox.baseVal;
+  for (const part of drawing.querySelectorAll("circle, path, rect, line")) {
+    const { x, y, width, height } = part.getBBox();
+    if (x < -1 || y < -1 || x + width > box.width + 1 || y + height > box.height + 1) faults.push(`${name}: drawn outside`);
+  }
+}
+if (document.documentElement.scrollWidth > document.documentElement.clientWidth + 1) faults.push("wider than the window");
+document.documentElement.dataset.checked = faults.length ? faults[0] : "well";

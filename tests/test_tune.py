@@ -1,0 +1,172 @@
+"""`tune` and its command: found, stored, used by the next process, resumed; and every option acts or says why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import embforge as ef
+from embforge.codegen.cli.main import main
+from embforge.codegen.params import CpuParams
+from embforge.tuner.report_data import report_of
+from embforge.tuner.tune import tune
+
+SPEC = """
+name = "small"
+[[table]]
+name = "t"
+num_embeddings = 3000
+embedding_dim = 8
+[[feature]]
+name = "f"
+table = "t"
+"""
+WORKLOAD = "uniform,len=fixed:4,batch=32"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A spec in a folder of its own, with a user's store that is empty."""
+    monkeypatch.setenv("EMBFORGE_TUNED_DIR", str(tmp_path / "user"))
+    monkeypatch.delenv("EMBFORGE_STUDIES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.toml").write_text(SPEC)
+    return tmp_path
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["tune", "spec.toml", *words])
+
+
+def told(*words: str) -> dict[str, Any]:
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.output
+    data: dict[str, Any] = json.loads(result.stdout)
+    return data
+
+
+def test_a_run_is_stored_used_by_a_fresh_process_and_gone_on_with(project: Path) -> None:
+    first = told("--trials", "3", "--workload", WORKLOAD, "--store", "project", "--report", "out.html")
+    assert first["finished"] == 3 and first["outcomes"]["timed"] == 3
+    assert sum(first["seconds"].values()) > 0 and 0 < first["work_share"] <= 1
+    (stored,) = first["stored"]
+    assert Path(stored).parent == project / "embforge-tuned"
+    record = json.loads(Path(stored).read_text())["records"][0]
+    assert record["workload"] == WORKLOAD and record["params"] == first["best"]
+    assert {"default", "duplicate"} < set(record["samples"]) and record["versions"]["compiler"]
+    assert first["study"] in (project / "out.html").read_text()
+
+    # Whatever won here in three trials, what the store says is what a fresh process runs with.
+    record["params"] |= {"prefetch_bytes": 4096, "grain_bytes": 262144}
+    document = {"embforge_tuned": 1, "records": [record]}
+    Path(stored).write_text(json.dumps(document))
+    text = "m = ef.EmbeddingCollection(ef.CollectionSpec.from_toml('spec.toml')); print(ef.explain(m))"
+    command = [sys.executable, "-c", f"import embforge as ef; {text}"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "prefetch_bytes=4096, grain_bytes=262144" in shown and f"tuned on this hardware for {WORKLOAD}" in shown
+
+    again = told("--trials", "2", "--workload", WORKLOAD, "--store", "none")
+    assert again["study"] == first["study"] and again["stored"] == []
+    assert again["finished"] == 2 and sum(again["outcomes"].values()) == 5  # none of them twice
+
+    shown_only = told("--trials", "0", "--workload", WORKLOAD)
+    assert shown_only["finished"] == 0 and shown_only["outcomes"] == again["outcomes"]
+    assert shown_only["decision"] == again["decision"] and shown_only["stored"] == []
+
+
+def test_the_backward_is_tuned_for_its_rule(project: Path) -> None:
+    spec = ef.CollectionSpec.from_toml(project / "spec.toml")
+    events: list[Any] = []
+    result = tune(
+        spec,
+        train="adagrad",
+        workloads=[WORKLOAD],
+        trials=2,
+        budget=None,
+        baseline={"threads": 1, "prefetch_bytes": 0},
+        progress=events.append,
+    )
+    report = report_of(result.study)
+    assert report.anchor == "the baseline" and "(adagrad)" in report.title
+    assert report.trials[0].params["threads"] == 1 and report.trials[0].params["prefetch_bytes"] == 0
+    assert "--train adagrad" in report.command and "--baseline threads=1" in report.command
+    (record,) = result.records
+    assert record.key.op == "backward" and record.key.rule == "adagrad" and result.paths[0].parent == project / "user"
+    assert [type(event).__name__ for event in events][:2] == ["Started", "Building"]
+    assert type(events[-1]).__name__ == "Racing"
+
+
+def test_the_list_names_the_space_and_what_was_removed(project: Path) -> None:
+    space = told("--list")
+    assert space["default"] == vars(CpuParams())
+    assert space["size"] == space["points"] + sum(removed["points"] for removed in space["removed"])
+    text = run("--list").output
+    assert f"{space['points']:,} worth a" in text and all(name in text for name in space["fields"])
+    gpu = told("--list", "--on", "cuda", "--arch", "sm_80", "--train", "adam")
+    assert (gpu["op"], gpu["arch"]) == ("backward", "sm_80")
+
+
+def test_without_a_gpu_cuda_is_refused_and_estimated(project: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is present")
+    refused = run("--on", "cuda", "--trials", "1")
+    assert refused.exit_code == 3 and "--static" in refused.output and "Nothing was tuned" in refused.output
+    found = told("--on", "cuda", "--static", "--arch", "sm_90", "--trials", "4", "--workload", WORKLOAD)
+    assert found["estimate"] is True and "never a time" in found["formula"]
+    assert [row["rank"] for row in found["rows"]] == list(range(1, len(found["rows"]) + 1))
+    assert Path(found["file"]).parent == project / "user" / "estimates"
+    shown = run("--on", "cuda", "--static", "--trials", "2", "--workload", WORKLOAD).output
+    assert "Estimate, no measurement" in shown and "an estimate: nothing that runs uses it" in shown.replace("\n", " ")
+    module = ef.EmbeddingCollection(ef.CollectionSpec.from_toml("spec.toml"))
+    assert "no store has a tuned forward" in module.choices()["forward"].why
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--static"], "add --on cuda"),
+        (["--list", "--static", "--on", "cuda"], "give one of them"),
+        (["--arch", "sm_90"], "--arch works with"),
+        (["--list", "--report", "x.html"], "--report shows measured trials"),
+        (["--static", "--on", "cuda", "--workload", "uniform", "--workload", "zipf:1"], "takes one --workload"),
+        (["--budget", "3"], "did you mean 3s or 3m?"),
+        (["--budget", "0s"], "no time at all"),
+        (["--baseline", "threads"], "not FIELD=VALUE"),
+        (["--baseline", "treads=1"], "allowed"),
+        (["--baseline", "threads=3"], "allowed: 0, 1, 2, 4"),
+        (["--workload", "zip:1.05"], "allowed: uniform, zipf:S"),
+        (["--train", "adamm"], "adamm"),
+        (["--storage", "postgresq://here/there"], "study storage"),
+        (["--workload", "trace:nowhere.npz"], "nowhere.npz"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(project: Path, words: list[str], says: str) -> None:
+    result = run(*words)
+    assert result.exit_code in (2, 3) and says in result.output, result.output
+    assert "Traceback" not in result.output and not (project / "user").exists()
+
+
+def test_an_interrupted_command_says_how_to_go_on(project: Path) -> None:
+    """Ctrl-C in the middle: trials that ended are there, and the message names the way on."""
+    words = [str(Path(sys.executable).with_name("embforge")), "tune", "spec.toml", "--workload", WORKLOAD]
+    process = subprocess.Popen([*words, "--budget", "10m"], stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stderr is not None
+    while "trial 0" not in (line := process.stderr.readline()):
+        assert line, "it ended before its first trial"
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on" in rest, rest
+    shown = told("--trials", "0", "--workload", WORKLOAD)
+    assert shown["outcomes"]["timed"] >= 1

@@ -1,0 +1,124 @@
+"""Whether the leader of the finals replaces the default: decided by samples alone, the same for the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from embforge.codegen.tuned.record import Gain
+from embforge.tuner.stats import Floats, bootstrap_ratio, noise_floor, wilcoxon
+
+ALPHA = 0.01
+"""Chance of a mistake below which a difference is taken for real."""
+STOP_ALPHA = 0.001
+"""The same for stopping early: whoever looks often must look more strictly."""
+WORTHLESS = 0.005
+"""A difference between two finalists that is not worth more time."""
+
+DEFAULT, LEADER, DUPLICATE = "default", "leader", "duplicate"
+
+Samples = Mapping[str, Mapping[str, tuple[float, ...]]]
+"""Seconds a call, `[workload][name][round]`; names are `default`, `leader`, `duplicate` (of it) and any rivals."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the finals say."""
+
+    ships: bool
+    """Whether the leader replaces the default."""
+    why: str
+    settled: bool
+    """Whether more rounds would be wasted."""
+    gain: Gain
+    """Times faster than the default, over all workloads (geometric mean)."""
+    gains: dict[str, Gain]
+    """By workload."""
+    noise_floor: float
+    """A share: how far apart the leader and its duplicate may be."""
+    noise_floors: dict[str, float]
+    p: float
+    """Of the leader being no faster than the default (Wilcoxon, one-sided)."""
+    rivals: dict[str, float]
+    """The same of the leader and each rival."""
+    overtaken_by: str | None
+    """A rival that is faster beyond doubt and noise."""
+    rounds: int
+
+
+def decide(samples: Samples) -> Decision:
+    """The decision after these rounds.
+
+    The leader ships if it beats the default by more than the noise floor, with p below `ALPHA`, and is on no workload
+    slower than the default by more than that workload's noise floor.
+    """
+    joint = _joint(samples)
+    default, leader = joint[DEFAULT], joint[LEADER]
+    gain, floor = gain_of(default, leader), noise_floor(leader, joint[DUPLICATE])
+    gains = {w: gain_of(times[DEFAULT], times[LEADER]) for w, times in samples.items()}
+    floors = {w: noise_floor(times[LEADER], times[DUPLICATE]) for w, times in samples.items()}
+    p = wilcoxon(np.log(leader), np.log(default))
+    slower = [w for w in samples if gains[w].median < 1 / (1 + floors[w])]
+    rivals = {name: times for name, times in joint.items() if name not in (DEFAULT, LEADER, DUPLICATE)}
+    chances = {name: wilcoxon(np.log(leader), np.log(times)) for name, times in rivals.items()}
+    overtaken_by = _overtaken_by(leader, rivals, floor)
+    beats = gain.median > 1 + floor and p < ALPHA
+    return Decision(
+        ships=beats and not slower,
+        why=_why(gain, floor, p, slower, gains),
+        settled=_settled_with_default(gain, floor, p)
+        and overtaken_by is None
+        and all(p < ALPHA or _at_most_alike(leader, rivals[name], floor) for name, p in chances.items()),
+        gain=gain,
+        gains=gains,
+        noise_floor=floor,
+        noise_floors=floors,
+        p=p,
+        rivals=chances,
+        overtaken_by=overtaken_by,
+        rounds=leader.size,
+    )
+
+
+def gain_of(slower: Floats | tuple[float, ...], faster: Floats | tuple[float, ...]) -> Gain:
+    """How many times faster, paired."""
+    ratio = bootstrap_ratio(slower, faster)
+    return Gain(ratio.median, ratio.low, ratio.high)
+
+
+def _joint(samples: Samples) -> dict[str, Floats]:
+    """One time a round for each name: the geometric mean over workloads."""
+    names = next(iter(samples.values())).keys()
+    return {name: np.exp(np.mean([np.log(times[name]) for times in samples.values()], axis=0)) for name in names}
+
+
+def _settled_with_default(gain: Gain, floor: float, p: float) -> bool:
+    return (p < STOP_ALPHA and gain.low > 1 + floor) or gain.high < 1 + floor
+
+
+def _at_most_alike(leader: Floats, rival: Floats, floor: float) -> bool:
+    return gain_of(leader, rival).high < 1 + max(floor, WORTHLESS)
+
+
+def _overtaken_by(leader: Floats, rivals: Mapping[str, Floats], floor: float) -> str | None:
+    ahead = {name: gain_of(leader, times).median for name, times in rivals.items()}
+    faster = [
+        name
+        for name, median in ahead.items()
+        if median > 1 + max(floor, WORTHLESS) and wilcoxon(np.log(rivals[name]), np.log(leader)) < ALPHA
+    ]
+    return max(faster, key=lambda name: ahead[name], default=None)
+
+
+def _why(gain: Gain, floor: float, p: float, slower: list[str], gains: Mapping[str, Gain]) -> str:
+    found = f"{gain.median:.3f}x the default (95 %: {gain.low:.3f} to {gain.high:.3f})"
+    if gain.median <= 1 + floor:
+        return f"the default stays: the best candidate is {found}, which is not above the noise floor of {floor:.1%}"
+    if p >= ALPHA:
+        return f"the default stays: the best candidate is {found}, but by chance with p={p:.2g} (allowed: {ALPHA:g})"
+    if slower:
+        worst = min(slower, key=lambda w: gains[w].median)
+        return f"the default stays: the best candidate is {found}, but {gains[worst].median:.3f}x on {worst}"
+    return f"{found}, above the noise floor of {floor:.1%}, p={p:.2g}"

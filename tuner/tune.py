@@ -1,0 +1,213 @@
+"""Everything together: a task is searched, its best raced against the default, and what the finals say is stored."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from embforge.codegen.layout import layout_of
+from embforge.codegen.params import Params
+from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.tuned.record import Gain, Record
+from embforge.tuner.bench_judge import BenchJudge
+from embforge.tuner.builder import Builder
+from embforge.tuner.decision import DEFAULT, DUPLICATE, LEADER
+from embforge.tuner.judge import Cache
+from embforge.tuner.layout_advice import advice
+from embforge.tuner.ledger import RACING, STARTING, Ledger
+from embforge.tuner.messages import Setup
+from embforge.tuner.outcome import Timed
+from embforge.tuner.race import FINALISTS, Race, Racing, race
+from embforge.tuner.sampler import sampler_for
+from embforge.tuner.storage import default_url, masked, open_storage
+from embforge.tuner.store import Where, save
+from embforge.tuner.study import SearchEvent, search
+from embforge.tuner.task import Task, builders, task_of
+from embforge.tuner.trials import Trials
+from embforge.tuner.workload import Workload
+
+FINALS_SHARE, FINALS_SECONDS = 0.25, 45.0
+"""What the search leaves of the budget for the finals: the lesser of the two."""
+
+Event = SearchEvent | Racing
+
+
+@dataclass(frozen=True, eq=False)
+class TuneResult:
+    """What a run found and did. `report_of(result.study)` is the same and more, for people."""
+
+    task: Task
+    study: optuna.Study
+    """All its trials, also those of earlier runs and of other processes."""
+    storage: str
+    """Its URL, without a password."""
+    finished: int
+    """Trials of this run."""
+    best: Params
+    """What ships: the default unless something is faster."""
+    race: Race | None
+    """None if this run held no finals."""
+    records: tuple[Record, ...]
+    paths: tuple[Path, ...]
+    """Where the records were stored; empty if they were not."""
+    ledger: dict[str, float]
+    """Wall seconds of this run by phase."""
+
+
+def tune(
+    spec: CollectionSpec,
+    *,
+    on: str = "cpu",
+    train: str | None = None,
+    workloads: Sequence[str | Workload] = (),
+    budget: float | None = 180.0,
+    trials: int | None = None,
+    baseline: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    storage: str | None = None,
+    store: Where | None = "user",
+    cache: Cache = "warm",
+    id_dtype: str = "int64",
+    progress: Callable[[Event], object] = lambda event: None,
+) -> TuneResult:
+    """Tunes a spec's forward, or with `train` (a rule's name) its backward, for about `budget` seconds.
+
+    `trials`: at most so many in this run; 0 runs nothing and tells what the study holds. `budget` None: until the
+    trials or the space end. `baseline`: fields that the search starts from instead of the default. `store` None keeps
+    the result to the caller. An interrupted run goes on where it was when it is called again with the same arguments.
+
+    `ToolchainError` without a compiler, or if `on` is "cuda" and there is no GPU; `StorageError`, `JudgeError`,
+    `RaceError` as their modules say; errors of the arguments as `task_of` says.
+    """
+    ledger = Ledger()
+    with ledger.phase(STARTING):
+        task = task_of(
+            spec,
+            on=on,
+            train=train,
+            workloads=workloads,
+            baseline=baseline,
+            cache=cache,
+            id_dtype=id_dtype,
+        )
+        name, about, url = task.name, task.about(), storage or default_url()  # what is wrong with the task comes first
+        study = Trials(open_storage(url), name, task.space, about=about, uri_of=lambda params: task.plan(params).uri)
+    finished, found = 0, None
+    if trials != 0:
+        finished, found = _run(task, study, ledger, budget, trials, seed, progress)
+    notes = tuple(one.sentence for one in advice(layout_of(spec, task.update), task.target))
+    records = () if found is None else _records(task, found, notes)
+    paths = () if store is None else tuple(save(record, store, origin=spec.origin) for record in records)
+    seconds = ledger.seconds
+    if found is not None:
+        study.tell_about(
+            {
+                "finals": finals_data(found),
+                "finals_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "ledger": seconds,
+                "notes": list(notes),
+                "stored": [str(path) for path in paths],
+            }
+        )
+    return TuneResult(
+        task=task,
+        study=study.study,
+        storage=masked(url),
+        finished=finished,
+        best=task.default if found is None or not found.decision.ships else found.leader.params,
+        race=found,
+        records=records,
+        paths=paths,
+        ledger=seconds,
+    )
+
+
+def finals_data(found: Race) -> dict[str, Any]:
+    """A race as plain data: the decision's fields, `leader` (params), `samples` and `failed`."""
+    failed = {uri: {"kind": outcome.kind} | asdict(outcome) for uri, outcome in found.failed.items()}
+    data = asdict(found.decision) | {"leader": asdict(found.leader.params), "samples": found.samples, "failed": failed}
+    plain: dict[str, Any] = json.loads(json.dumps(data))
+    return plain
+
+
+def _run(
+    task: Task,
+    study: Trials,
+    ledger: Ledger,
+    budget: float | None,
+    most: int | None,
+    seed: int,
+    progress: Callable[[Event], object],
+) -> tuple[int, Race]:
+    """Searches, then races. How many trials were finished, and what the finals found."""
+    end = float("inf") if budget is None else time.monotonic() - ledger.elapsed + budget
+    reserve = 0.0 if budget is None else min(FINALS_SHARE * budget, FINALS_SECONDS)
+    on_cpu, workers = task.target == "cpu", builders(task)
+    setup = Setup(task.anchor.text, task.workloads, seed=seed, cache=task.cache)
+    with closing(Builder(workers, pausable=on_cpu)) as builder, BenchJudge(setup, quiet=builder.paused) as judge:
+        finished = search(
+            study,
+            sampler_for(task.space, task.seeds(), seed),
+            task.plan,
+            builder,
+            judge,
+            ahead=workers + 2,
+            deadline=end - reserve,
+            most=most,
+            ledger=ledger,
+            progress=progress,
+        )
+        builder.close()  # what nobody will measure must not be compiled beside the finals
+        with ledger.phase(RACING):
+            found = race(
+                judge,
+                [task.plan(params) for params in _finalists(task, study)],
+                task.plan(task.default),
+                deadline=min(end, time.monotonic() + FINALS_SECONDS),
+                seed=seed,
+                cache=task.cache,
+                progress=progress,
+            )
+    return finished, found
+
+
+def _finalists(task: Task, study: Trials) -> list[Params]:
+    """The best of all trials, whoever ran them, and the baseline."""
+    timed = [(o.score, n, params) for n, (params, o) in study.outcomes().items() if isinstance(o, Timed)]
+    best = [params for _, _, params in sorted(timed, key=lambda t: t[:2]) if params != task.default][:FINALISTS]
+    return list(dict.fromkeys([*best, *([task.baseline] if task.baseline else [])]))
+
+
+def _records(task: Task, found: Race, notes: tuple[str, ...]) -> tuple[Record, ...]:
+    """A record a workload. Where the default ships, it is what is stored, so that nobody searches again in vain."""
+    decision, created, versions = found.decision, datetime.now(UTC).isoformat(timespec="seconds"), task.versions()
+    best = found.leader.params if decision.ships else task.default
+    if not decision.ships:
+        notes = (f"{decision.why}; that candidate: {found.leader.params}", *notes)
+    return tuple(
+        Record(
+            key=task.key(workload),
+            params=asdict(best),
+            workload=workload,
+            gain=decision.gains[workload] if decision.ships else Gain(1.0, 1.0, 1.0),
+            noise_floor=decision.noise_floors[workload],
+            samples={
+                "default": times[DEFAULT],
+                ("best" if decision.ships else "candidate"): times[LEADER],
+                "duplicate": times[DUPLICATE],
+            },
+            versions=versions,
+            created=created,
+            study=task.name,
+            notes=notes,
+        )
+        for workload, times in found.samples.items()
+    )

@@ -23,11 +23,8 @@ from embforge.codegen.params import CpuBackwardParams, CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cpu_geometry import (
-    least_rows_unrolled,
-    never_prefetches,
     rows_at_once,
     streams_results,
-    widest_row_vectors,
 )
 from embforge.codegen.targets.isa import FLAGS, ISAS, isa_of
 from embforge.launch.cpu import CpuForward
@@ -113,7 +110,6 @@ def machine_code(plan: Plan, scratch: Path) -> bytes:
 def test_tiles_wider_than_every_row_are_the_same_code(tmp_path: Path) -> None:
     isa = ISAS[host_isa()]
     plan = forward(one_table(3 * isa.width))
-    assert widest_row_vectors(plan.layout, isa) == 3
     four, sixteen = (machine_code(replace(plan, params=CpuParams(tile_vectors=n)), tmp_path) for n in (4, 16))
     assert four == sixteen
 
@@ -124,14 +120,10 @@ def test_rows_that_registers_cannot_hold_are_not_unrolled(tmp_path: Path) -> Non
     params = {n: CpuParams(tile_vectors=16, rows_unrolled=n) for n in (1, 2, 4)}
     made = {n: machine_code(replace(plan, params=params[n]), tmp_path) for n in params}
     assert made[1] != made[2] == made[4]
-    assert [least_rows_unrolled(plan.layout, isa, 16, n) for n in params] == [1, 2, 2]
 
 
 def test_what_is_unrolled() -> None:
-    avx512, avx2 = ISAS["avx512"], ISAS["avx2"]
-    assert [rows_at_once(vectors, 4, avx512) for vectors in (1, 6, 7, 10, 11, 16)] == [4, 4, 2, 2, 1, 1]
-    assert [least_rows_unrolled(layout_of(one_table(200)), avx2, tile, 4) for tile in (2, 4, 8, 16)] == [4, 4, 4, 1]
-    assert least_rows_unrolled(layout_of(one_table(64, pooling="none")), avx512, 8, 4) == 1
+    assert [rows_at_once(vectors, 4, ISAS["avx512"]) for vectors in (1, 6, 7, 10, 11, 16)] == [4, 4, 2, 2, 1, 1]
 
 
 def without_head(plan: Plan) -> str:
@@ -141,7 +133,6 @@ def without_head(plan: Plan) -> str:
 
 def test_small_tables_are_never_prefetched() -> None:
     small, large = one_table(64, rows=2048), one_table(64, rows=2049)
-    assert never_prefetches(layout_of(small)) and not never_prefetches(layout_of(large))
     for spec, same_code in ((small, True), (large, False)):
         near, far = (without_head(forward(spec, prefetch_bytes=n)) for n in (0, 32768))
         assert (near == far) == same_code

@@ -14,7 +14,7 @@ from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.training import update_named
 from embforge.codegen.tuned import stores
-from embforge.codegen.tuned.choose import LIMIT, Choice, choose, key_of, rank
+from embforge.codegen.tuned.choose import LIMIT, Choice, choose
 from embforge.codegen.tuned.hardware import any_cpu, any_gpu, gpu_hardware, this_cpu
 from embforge.codegen.tuned.record import Traffic
 from embforge.codegen.tuned.shape import digest_of, file_name, rule_named, shape_of, usual_traffic
@@ -162,16 +162,6 @@ def test_a_better_known_traffic_is_preferred() -> None:
     save(record_of(FAST, traffic=Traffic(2048)), "user")
     assert ask(traffic=Traffic(2000)).params == FAST
     assert ask(traffic=Traffic(8192)).params == FASTER
-
-
-def test_estimates_never_run_but_are_seeds() -> None:
-    save(record_of(FAST, estimate=True), "user")
-    assert ask().params == CpuParams() and ask().record is None
-    found, _ = stores.read_stores()
-    key = key_of("forward", "cpu", SPEC, this_cpu(), None, Traffic())
-    assert [match.stored.record.estimate for match in rank(key, found, estimates=True)] == [True]
-    save(record_of(FASTER), "user")  # beside the estimate, not in its place
-    assert ask().params == FASTER and len(stores.read_stores()[0]) == 2
 
 
 def test_kernels_for_another_machine_take_what_its_arch_allows() -> None:

@@ -253,7 +253,6 @@ def records(draw: st.DrawFn) -> Record:
         noise_floor=draw(st.floats(0, 1)),
         samples=draw(st.dictionaries(text, st.tuples(*[seconds] * rounds), max_size=3)),
         notes=tuple(draw(st.lists(text, max_size=2))),
-        estimate=draw(st.booleans()),
     )
     words = st.lists(text, max_size=3).map(tuple)
     shape = Shape(draw(text), draw(words), draw(words), draw(sizes), draw(st.floats(1, 1e5)), draw(sizes))
@@ -278,7 +277,7 @@ def test_no_garbage_makes_choosing_fail(data: st.DataObject) -> None:
         place = data.draw(st.integers(0, len(whole)))
         put = data.draw(st.binary(max_size=6) | st.sampled_from([b"1e999", b"-1", b"null", b"[]", b"NaN", b'"']))
         whole[place : place + data.draw(st.integers(0, 30))] = put
-        (directory / file_name(record.key, estimate=record.estimate)).write_bytes(whole)
+        (directory / file_name(record.key)).write_bytes(whole)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in ("forward", "backward"):

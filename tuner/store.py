@@ -44,7 +44,7 @@ def export(records: Iterable[Record], file: Path) -> int:
     """All records as one document; of several with one meaning the first. Returns how many."""
     first: dict[str, Record] = {}
     for record in records:
-        first.setdefault(file_name(record.key, estimate=record.estimate), record)
+        first.setdefault(file_name(record.key), record)
     text = to_json(first.values())
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.encode())
@@ -60,7 +60,7 @@ def import_(file: Path, where: Where, *, origin: Path | None = None) -> list[Wri
         records = records_from(file.read_bytes())
     except TunedError as error:
         raise TunedError(f"{file}: {error}") from None
-    names = [file_name(record.key, estimate=record.estimate) for record in records]
+    names = [file_name(record.key) for record in records]
     for place, name in enumerate(names):
         if name in names[:place]:
             raise TunedError(
@@ -103,7 +103,7 @@ def _write(records: Sequence[Record], directory: Path) -> list[Written]:
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for record, text in zip(records, texts, strict=True):
-        path = directory / file_name(record.key, estimate=record.estimate)
+        path = directory / file_name(record.key)
         before = read_file(path) if path.exists() else None
         write_atomically(path, text.encode())
         written.append(Written(record, path, before))

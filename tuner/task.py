@@ -24,12 +24,15 @@ from embforge.codegen.tuned.hardware import gpu_hardware, this_cpu
 from embforge.codegen.tuned.record import Hardware, Key
 from embforge.codegen.tuned.shape import rule_named, shape_of
 from embforge.tuner.judge import Cache
+from embforge.tuner.seeds import load_seeds
 from embforge.tuner.space import Space, settle, space_of
 from embforge.tuner.workload import Workload, parse, traffic
 
 STUDY_SCHEMA = 1
 """Raised whenever what a study means or holds changes, so that old trials are not taken for new ones."""
 DIGEST_DIGITS = 10
+ESTIMATED_FIRST = 8
+"""Plans of an estimate that a measured run begins with."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,15 @@ class Task:
         return key_of(self.op, self.target, self.spec, self.hardware, self.rule, traffic(self.spec, parse(workload)))
 
     def seeds(self) -> list[Params]:
-        """What to try first: the baseline or the default, then the nearest tuned results of the stores."""
+        """What to try first: the baseline or the default, the nearest tuned results of the stores, what was estimated."""
         found = [self.baseline or self.default]
         for workload in self.workloads:
             key = self.key(workload)
             choice = choose(self.op, self.target, self.spec, self.hardware, rule=self.rule, traffic=key.traffic)
             if choice.record is not None:
                 found.append(choice.params)
+        if self.target == "cuda":  # what was estimated without a GPU
+            found += load_seeds(self.op, self.arch, self.spec, self.update, count=ESTIMATED_FIRST)
         return list(dict.fromkeys(settle(self.space, params) for params in found))
 
     @cached_property

@@ -193,7 +193,7 @@ def result_table(found: Sequence[Stored]) -> Table:
     for one in found:
         record, shape = one.record, one.record.key.shape
         op = f"{record.key.op} {record.key.target}" + (f" {record.key.rule}" if record.key.rule else "")
-        gain = "estimate" if record.estimate else f"{record.gain.median:.2f}"
+        gain = f"{record.gain.median:.2f}"
         what = f"{shape.features} x {shape.dim:.0f} {'/'.join(shape.dtypes)}"
         cells = (op, what, record.key.hardware.name, record.workload, gain, _changed(record), record.created[:10])
         table.add_row(_id(record), one.store, *map(escape, cells))
@@ -225,8 +225,6 @@ def _facts(record: Record, path: Path) -> list[tuple[str, str]]:
         ("gain", f"{gain.median:.3f}x the default, 95 %: {gain.low:.3f} to {gain.high:.3f}"),
         ("noise floor", f"{100 * record.noise_floor:.2f} %"),
     ]
-    if record.estimate:
-        facts.append(("estimate", "ranked without a device: a seed for a measured run, never used to run"))
     for number, (name, times) in enumerate(record.samples.items()):
         shown = f"{len(times)} of {name}" + (f", median {1e6 * median(times):,.1f} µs a call" if times else "")
         facts.append(("samples" if not number else "", shown))
@@ -250,7 +248,6 @@ def _line(one: Stored) -> dict[str, Any]:
         "noise_floor": record.noise_floor,
         "params": record.params,
         "created": record.created,
-        "estimate": record.estimate,
     }
 
 

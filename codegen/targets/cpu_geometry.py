@@ -21,22 +21,9 @@ def lies_in_cache(table: TableLayout) -> bool:
     return (table.stride_bytes + table.state_stride_bytes) * table.table.num_embeddings <= CACHED_TABLE_BYTES
 
 
-def never_prefetches(layout: CollectionLayout) -> bool:
-    """Whether a forward requests no row ahead, whatever `prefetch_bytes` and `prefetch_level` say.
-
-    A backward always has gradients to request.
-    """
-    return all(lies_in_cache(layout.tables[feature.table_index]) for feature in layout.features)
-
-
 def row_vectors(dim: int, isa: Isa) -> int:
     """Vectors of a row of so many numbers."""
     return -(-dim // isa.width)
-
-
-def widest_row_vectors(layout: CollectionLayout, isa: Isa) -> int:
-    """Vectors of the widest row: every `tile_vectors` from there on is the same code."""
-    return max(row_vectors(table.table.embedding_dim, isa) for table in layout.tables)
 
 
 def rows_at_once(vectors: int, rows_unrolled: int, isa: Isa) -> int:
@@ -45,16 +32,6 @@ def rows_at_once(vectors: int, rows_unrolled: int, isa: Isa) -> int:
     while rows > 1 and (rows + 1) * vectors > isa.registers:
         rows //= 2
     return rows
-
-
-def least_rows_unrolled(layout: CollectionLayout, isa: Isa, tile_vectors: int, rows_unrolled: int) -> int:
-    """The least `rows_unrolled` that a forward has the same code with; 1 if no feature is pooled."""
-    tiles = set()
-    for feature in layout.features:
-        if feature.feature.pooling not in ("none", "concat"):
-            whole, rest = divmod(row_vectors(feature.dim, isa) - 1, tile_vectors)
-            tiles |= {rest + 1, tile_vectors} if whole else {rest + 1}
-    return max((rows_at_once(vectors, rows_unrolled, isa) for vectors in tiles), default=1)
 
 
 def streams_results(layout: CollectionLayout, isa: Isa) -> bool:

@@ -66,7 +66,7 @@ def choose(
     """The plan fields of `op` (forward or backward) for a spec on that hardware.
 
     `origin`: the spec's file, whose project store is asked; None: the spec's own `origin`. Never raises for what lies
-    in a store: files that cannot be read are warned of, once each, and skipped. Estimates never decide.
+    in a store: files that cannot be read are warned of, once each, and skipped.
     """
     default = params_type(target, op)()
     if target not in TARGETS:
@@ -95,13 +95,12 @@ def key_of(op: str, target: str, spec: CollectionSpec, hardware: Hardware, rule:
     return Key(op, target, None if op == "forward" else rule or SPARSE, shape_of(spec), hardware, traffic)
 
 
-def rank(key: Key, stored: Sequence[Stored], *, estimates: bool = False) -> list[Match]:
+def rank(key: Key, stored: Sequence[Stored]) -> list[Match]:
     """All results that could serve, the best first, however far: exact ones by store, then the others by distance.
 
     At equal distance: the one whose traffic is known better, then by store, then the newest.
     """
-    matches = [_match(key, one) for one in stored if _comparable(key, one.record.key)]
-    return sorted((m for m in matches if estimates or not m.stored.record.estimate), key=_order)
+    return sorted((_match(key, one) for one in stored if _comparable(key, one.record.key)), key=_order)
 
 
 def _order(match: Match) -> tuple[float, ...]:

@@ -95,5 +95,3 @@ class Record:
     """The study that found it."""
     notes: tuple[str, ...] = field(default=())
     """What the tuner wants people to know, such as a layout that would be faster."""
-    estimate: bool = False
-    """Ranked without a device, by figures of the compiled kernel: a seed for a measured run, never used to run."""

@@ -69,9 +69,9 @@ def digest_of(key: Key) -> str:
     return _digest([key.op, key.target, key.rule, key.shape.digest, hardware, asdict(bucket_of(key.traffic))])
 
 
-def file_name(key: Key, *, estimate: bool = False) -> str:
-    """What a result's file is called. An estimate stands beside what was measured and never replaces it."""
-    return f"{key.op}-{key.target}-{digest_of(key)}{'-estimate' if estimate else ''}.json"
+def file_name(key: Key) -> str:
+    """What a result's file is called."""
+    return f"{key.op}-{key.target}-{digest_of(key)}.json"
 
 
 def _power_of_two(value: float | None) -> float | None:

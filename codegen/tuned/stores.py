@@ -31,7 +31,7 @@ StoreName = Literal["project", "user", "shipped"]
 STORES: tuple[StoreName, ...] = ("project", "user", "shipped")
 """In the order in which they are asked."""
 PROJECT_FOLDER = "embforge-tuned"
-NAME = re.compile(rf"({'|'.join(OPS)})-({'|'.join(TARGETS)})-[0-9a-f]{{{DIGEST_DIGITS}}}(-estimate)?\.json")
+NAME = re.compile(rf"({'|'.join(OPS)})-({'|'.join(TARGETS)})-[0-9a-f]{{{DIGEST_DIGITS}}}\.json")
 MOST_BYTES = 2**26
 """Of a file: far more than any record with all its samples, far less than what would hurt."""
 
@@ -158,7 +158,7 @@ def _read(path: Path, modified: int, size: int, inode: int) -> Record | Problem:
     if len(records) != 1:
         return Problem(path, f"holds {len(records)} results, a store's file holds one; use `embforge tuned import`")
     (record,) = records
-    wanted = file_name(record.key, estimate=record.estimate)
+    wanted = file_name(record.key)
     if path.name != wanted:
         return Problem(path, f"its content belongs into {wanted}; use `embforge tuned import`, then remove it")
     return record

@@ -58,6 +58,7 @@ def sample(count: int = 80, params: Any = CpuParams, target: str = "cpu", *, shi
         hardware=Hardware(
             "cpu", "Some Processor", {"vendor": "Acme", "simd": "avx2"}, {"cores": 2, "l2_bytes": 1 << 20}
         ),
+        clocks={"cpu": 2450},
         workloads=tuple(c.workload for c in compared),
         cache="warm",
         versions={"embforge": "0.1.0"},

@@ -78,12 +78,12 @@ class BenchJudge:
         self._anchor = Plan.from_text(setup.anchor)
         self._spent = dict.fromkeys((STARTING, VERIFYING, TIMING, WAITING), 0.0)
         self._whole: set[str] = set()  # plans that were verified with their companions
-        self.clocks: dict[str, int | None] = {}
-        """Clock rates at the end of the last rounds, in MHz by name."""
+        self._clocks: dict[str, int | None] = {}
         _check_memory(self._anchor)
         self._folder = tempfile.TemporaryDirectory(prefix="embforge-judge-")
         self._board = Board(Path(self._folder.name) / "board")
         self._failed_place = 0
+        self._ready = False
         self._start()
 
     @property
@@ -94,6 +94,10 @@ class BenchJudge:
     def seconds(self) -> dict[str, float]:
         """Wall time spent so far on starting workers, verifying, timing, and waiting for others who time."""
         return dict(self._spent)
+
+    @property
+    def clocks(self) -> dict[str, int | None]:
+        return self._clocks
 
     def wait_until_ready(self) -> None:
         """Until the worker can take a question. `JudgeError` if it never will."""
@@ -134,7 +138,7 @@ class BenchJudge:
         answer = self._ask(TakeRounds(tuple(plan.text for plan in plans), workload, count, seed, cache))
         if not isinstance(answer, Rounds):
             return {self._failed_place: answer}
-        self.clocks = answer.clocks
+        self._clocks = answer.clocks
         return answer.samples
 
     def close(self) -> None:

@@ -16,8 +16,6 @@ from embforge.codegen.plan import Plan
 from embforge.tuner.outcome import CompileFailed, Invalid
 from embforge.tuner.process import Helper, HelperDiedError
 
-NICENESS = 10
-"""Of compilers: whoever measures goes first."""
 COMPILE_SECONDS = 300.0
 """A compilation that has run this long, pauses not counted, is given up."""
 LOOK_SECONDS = 1.0
@@ -126,7 +124,7 @@ class Builder:
         with self._lock:
             if self._closed:
                 raise EmbforgeError("the builder is closed; make another one")
-            helper = Helper("embforge.tuner.builder", environment={"TMPDIR": self._scratch.name}, niceness=NICENESS)
+            helper = Helper("embforge.tuner.builder", environment={"TMPDIR": self._scratch.name})
             self._helpers.add(helper)
             if self._paused:
                 helper.pause()

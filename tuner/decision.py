@@ -95,7 +95,8 @@ def _joint(samples: Samples) -> dict[str, Floats]:
 
 
 def _settled_with_default(gain: Gain, floor: float, p: float) -> bool:
-    return (p < STOP_ALPHA and gain.low > 1 + floor) or gain.high < 1 + floor
+    """It ships beyond doubt, or can gain nothing. A wide noise floor settles nothing: more rounds make it narrower."""
+    return (p < STOP_ALPHA and gain.low > 1 + floor) or gain.high < 1 + min(floor, WORTHLESS)
 
 
 def _at_most_alike(leader: Floats, rival: Floats, floor: float) -> bool:

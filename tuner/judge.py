@@ -27,6 +27,10 @@ class Judge(Protocol):
     def seconds(self) -> Mapping[str, float]:
         """Wall time that its callers have waited so far, by phase: starting, verifying, timing."""
 
+    @property
+    def clocks(self) -> Mapping[str, int | None]:
+        """Clock rates at the end of the last rounds, in MHz by name; empty before, None: nobody tells."""
+
     def screen(self, plan: Plan) -> Outcome:
         """Verifies the plan against the reference, then times it in a few rounds paired with the anchor plan."""
 

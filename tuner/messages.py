@@ -20,8 +20,6 @@ class Setup:
     """The canonical text of the plan that every candidate is compared with."""
     workloads: tuple[str, ...]
     seed: int = 0
-    threads: int | None = None
-    """torch's threads; None: as many as it takes by itself."""
     cache: Cache = "warm"
     """Of screenings; rounds say it themselves."""
 

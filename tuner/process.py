@@ -32,7 +32,7 @@ END_SECONDS = 5.0
 """For a helper whose connection broke to be dead."""
 PR_SET_PDEATHSIG = 1
 
-ENTER = "from embforge.tuner.process import enter; enter({module!r}, {handle}, {niceness})"
+ENTER = "from embforge.tuner.process import enter; enter({module!r}, {handle})"
 
 
 class HelperDiedError(EmbforgeError, RuntimeError):
@@ -46,10 +46,10 @@ class HelperDiedError(EmbforgeError, RuntimeError):
 class Helper:
     """A process that runs `serve(connection)` of a module, and dies with the process that starts it."""
 
-    def __init__(self, module: str, *, environment: Mapping[str, str] | None = None, niceness: int = 0) -> None:
+    def __init__(self, module: str, *, environment: Mapping[str, str] | None = None) -> None:
         ours, theirs = socketpair()
         self._written = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
-        command = ENTER.format(module=module, handle=theirs.fileno(), niceness=niceness)
+        command = ENTER.format(module=module, handle=theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", command],
@@ -128,12 +128,11 @@ class Helper:
         self.connection.close()
 
 
-def enter(module: str, handle: int, niceness: int) -> None:
+def enter(module: str, handle: int) -> None:
     """The helper's side: runs the module's `serve` until it returns."""
     connection = Connection(handle)
     _die_with_parent(handle)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a candidate's crash is expected; its image helps nobody
-    os.nice(niceness)
     importlib.import_module(module).serve(connection)
 
 
@@ -143,7 +142,7 @@ def _die_with_parent(handle: int) -> None:
     A group that is paused just then cannot run this, so on Linux the parent's death is told by SIGCONT: it wakes us,
     and only us. The same signal serves if a copy of the parent's end lives on elsewhere.
     """
-    parent = os.getppid()
+    parent, watched = os.getppid(), os.dup(handle)  # not closed before the process ends, whatever becomes of `handle`
 
     def kill_group() -> None:
         os.killpg(0, signal.SIGKILL)
@@ -154,7 +153,7 @@ def _die_with_parent(handle: int) -> None:
 
     def watch() -> None:
         hung_up = select.poll()
-        hung_up.register(handle, 0)  # tells of hang-ups only
+        hung_up.register(watched, 0)  # tells of hang-ups only
         hung_up.poll()
         kill_group()
 

@@ -6,6 +6,7 @@ An answer is right if it has the bits of the reference's; one NaN is as good as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,6 @@ from embforge.probes import FEW_FOR_ALL, FEW_FOR_ONE, FEW_SPECIAL, shrunk
 from embforge.training_run import CASES, bits_of
 from embforge.tuner.arena import Arena, drawn_arena, gradients_for
 
-GARBAGE = 0xA5
 TRAINED_ROWS = 200
 """Of the small tables that are trained: all of them are compared after every call."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,17 +63,9 @@ def questions_of(plan: Plan, real: Arena, batches: Mapping[str, Batch], seed: in
 
 
 def ask(kernel: Any, question: Question) -> Answer:
-    """The kernel's answer. What it raises is for the caller."""
-    _put_back(question)
-    arguments = question.arena.arguments(question.op, question.batch, question.gradients, question.bounds_check)
-    # What a kernel forgets to write shall not be the last one's result: its memory is that which is freed just now.
-    garbage = [torch.empty_like(wanted).view(torch.uint8).fill_(GARBAGE) for wanted in question.expected.values()]
-    del garbage
-    found = kernel(*arguments)
-    if question.arena.device.type == "cuda":
-        torch.cuda.synchronize()
-    kernel.check()
-    return _answer(question, found)
+    """The kernel's answer; what it forgets to write is no number. What it raises is for the caller."""
+    with _no_leftovers():
+        return _called(kernel, question)
 
 
 def difference(layout: CollectionLayout, question: Question, got: Answer) -> str | None:
@@ -118,7 +110,27 @@ def _question(
         gradients = gradients_for(arena, batch, arena.reference("forward_train", plan.id_dtype) if keeps else None)
     question = Question(label, plan.op, arena, batch, gradients, bounds_check, rows, {}, {})
     question = replace(question, before=_changed(question))
-    return replace(question, expected=ask(arena.reference(plan.op, plan.id_dtype), question))
+    return replace(question, expected=_called(arena.reference(plan.op, plan.id_dtype), question))
+
+
+def _called(kernel: Any, question: Question) -> Answer:
+    _put_back(question)
+    found = kernel(*question.arena.arguments(question.op, question.batch, question.gradients, question.bounds_check))
+    if question.arena.device.type == "cuda":
+        torch.cuda.synchronize()
+    kernel.check()
+    return _answer(question, found)
+
+
+@contextmanager
+def _no_leftovers() -> Iterator[None]:
+    """Inside, torch fills all memory that it gives out: else the last kernel's right answer may lie in it."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def _batch(arena: Arena, case: Case, id_dtype: str, seed: int) -> Batch:

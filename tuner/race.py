@@ -53,6 +53,8 @@ class Race:
     """Of the last final: `[workload][name][round]`; rivals are named by their plans' URIs."""
     failed: dict[str, Outcome] = field(default_factory=dict)
     """Candidates that failed in the finals, by URI."""
+    clocks: dict[str, int | None] = field(default_factory=dict)
+    """Clock rates at its end, in MHz by name."""
 
 
 Rows = dict[str, list[tuple[float, ...]]]
@@ -122,7 +124,7 @@ class _Track:
             progress(Racing("final", decision.rounds, self._gains([leader, *rivals], logs[:, :1] - once)))
             over = time.monotonic() >= deadline or decision.rounds >= MOST_ROUNDS
             if decision.settled or over:
-                return Race(leader, decision, samples, self._failed)
+                return Race(leader, decision, samples, self._failed, dict(self._judge.clocks))
             if decision.overtaken_by is not None:  # it leads from here on, by rounds of its own
                 new = next(plan for plan in rivals if plan.uri == decision.overtaken_by)
                 rivals = [leader, *(plan for plan in rivals if plan != new)]

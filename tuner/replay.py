@@ -55,6 +55,10 @@ class ReplayJudge:
         """Time spent so far, by phase."""
         return dict(self._spent)
 
+    @property
+    def clocks(self) -> dict[str, int | None]:
+        return {}
+
     def screen(self, plan: Plan) -> Outcome:
         start = time.monotonic()
         time.sleep(self._delay)

@@ -189,8 +189,9 @@ def _worst(trial: Trial, figure: str, worst: Callable[[list[Any]], Any]) -> Any:
 def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
     hardware = report.hardware
     sizes = [(name.removesuffix("_bytes"), _size(name, value)) for name, value in hardware.sizes.items()]
+    clocks = [(f"{name} clock", f"{rate} MHz") for name, rate in report.clocks.items() if rate is not None]
     return [
-        ("Hardware", [("name", hardware.name), *hardware.identity.items(), *sizes]),
+        ("Hardware", [("name", hardware.name), *hardware.identity.items(), *sizes, *clocks]),
         ("Workloads", [(str(place), workload) for place, workload in enumerate(report.workloads, 1)]),
         ("Versions", list(report.versions.items())),
     ]

@@ -69,6 +69,8 @@ class Report:
     created: str
     target: str
     hardware: Hardware
+    clocks: Mapping[str, int | None]
+    """MHz by name, at the end of the finals."""
     workloads: tuple[str, ...]
     cache: str
     versions: Mapping[str, str]
@@ -114,6 +116,7 @@ def report_of(study: Study) -> Report:
         created=_date(about.get("finals_at")),
         target=about["target"],
         hardware=Hardware(**about["hardware"]),
+        clocks={} if finals is None else finals["clocks"],
         workloads=tuple(about["workloads"]),
         cache=about["cache"],
         versions=about["versions"],

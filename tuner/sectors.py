@@ -33,8 +33,10 @@ def sector_counter(spec: CollectionSpec, workload: Workload, seed: int = 0) -> C
     drawn = make_batch(spec, workload.at_most(max(samples, LEAST_SAMPLES)), seed)
     for index, feature in enumerate(small.features):  # recorded ids are those of the whole table
         drawn.values[drawn.feature(index)] %= small.table(feature.table).num_embeddings
-    weights = None if drawn.weights is None else torch.from_numpy(drawn.weights)
-    batch = Batch(torch.from_numpy(drawn.values), torch.from_numpy(drawn.offsets), weights, drawn.size, None)
+    # Copies, because torch's memory begins at a sector, as a GPU's does, and numpy's wherever it likes.
+    values, offsets = torch.from_numpy(drawn.values).clone(), torch.from_numpy(drawn.offsets).clone()
+    weights = None if drawn.weights is None else torch.from_numpy(drawn.weights).clone()
+    batch = Batch(values, offsets, weights, drawn.size, None)
     tables = draw_tables(small, seed)
 
     def count(plan: Plan) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +11,13 @@ from numpy.typing import NDArray
 from embforge.tuner.measure import Measurement, Ratio
 
 Floats = NDArray[np.float64]
-Alternative = Literal["less", "greater", "two-sided"]
 
 EXACT_BELOW = 50
 """Pairs up to which the signed-rank distribution is counted, not approximated."""
 
 
-def wilcoxon(a: Sequence[float] | Floats, b: Sequence[float] | Floats, alternative: Alternative = "less") -> float:
-    """Wilcoxon's signed-rank test of pairs: the chance of samples like these if `a` were not less than `b`.
+def wilcoxon(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> float:
+    """Wilcoxon's signed-rank test of pairs, one-sided: the chance of samples like these if `a` were not less than `b`.
 
     Equal pairs say nothing and are dropped; without any others the answer is 1. Up to `EXACT_BELOW` pairs whose
     differences all have sizes of their own the chance is exact, else the normal approximation with corrections for
@@ -35,12 +33,9 @@ def wilcoxon(a: Sequence[float] | Floats, b: Sequence[float] | Floats, alternati
         return 1.0
     ranks, ties = _ranks(np.abs(differences))
     above = float(ranks[differences > 0].sum())  # small if `a` is less
-    below = count * (count + 1) / 2 - above
     if ties.size == 0 and count <= EXACT_BELOW:
-        less, greater = _exact(count, round(above)), _exact(count, round(below))
-    else:
-        less, greater = _approximate(count, above, ties), _approximate(count, below, ties)
-    return {"less": less, "greater": greater, "two-sided": min(1.0, 2 * min(less, greater))}[alternative]
+        return _exact(count, round(above))
+    return _approximate(count, above, ties)
 
 
 def bootstrap_ratio(slower: Sequence[float] | Floats, faster: Sequence[float] | Floats) -> Ratio:

@@ -82,7 +82,7 @@ class Task:
         return key_of(self.op, self.target, self.spec, self.hardware, self.rule, traffic(self.spec, parse(workload)))
 
     def seeds(self) -> list[Params]:
-        """What to try first: the baseline or the default, the nearest tuned results of the stores, what was estimated."""
+        """What to try first: the baseline or the default, the stores' nearest results, what was estimated."""
         found = [self.baseline or self.default]
         for workload in self.workloads:
             key = self.key(workload)

@@ -131,9 +131,14 @@ def tune(
 
 
 def finals_data(found: Race) -> dict[str, Any]:
-    """A race as plain data: the decision's fields, `leader` (params), `samples` and `failed`."""
+    """A race as plain data: the decision's fields, `leader` (params), `samples`, `failed` and `clocks`."""
     failed = {uri: {"kind": outcome.kind} | asdict(outcome) for uri, outcome in found.failed.items()}
-    data = asdict(found.decision) | {"leader": asdict(found.leader.params), "samples": found.samples, "failed": failed}
+    data = asdict(found.decision) | {
+        "leader": asdict(found.leader.params),
+        "samples": found.samples,
+        "failed": failed,
+        "clocks": found.clocks,
+    }
     plain: dict[str, Any] = json.loads(json.dumps(data))
     return plain
 

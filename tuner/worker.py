@@ -93,8 +93,6 @@ class Worker:
 
     def __init__(self, setup: Setup, board: Board, connection: Connection) -> None:
         self._setup, self._board, self._connection = setup, board, connection
-        if setup.threads is not None:
-            torch.set_num_threads(setup.threads)
         self._plan = plan = Plan.from_text(setup.anchor)
         self._device = torch.device("cuda" if plan.target == "cuda" else "cpu")
         board.write("filling tables", patience=True)

@@ -1,0 +1,309 @@
+"""The finals ship what is faster beyond noise and nothing else, by samples alone: the same samples, the same choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embforge.codegen.params import CpuParams, Params
+from embforge.codegen.plan import Plan
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.tuner import race as race_module
+from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATE, LEADER, decide
+from embforge.tuner.judge import Cache
+from embforge.tuner.outcome import (
+    CompileFailed,
+    Failure,
+    Invalid,
+    LaunchFailed,
+    Outcome,
+    Paired,
+    Timed,
+    TimedOut,
+    WrongAnswer,
+    from_data,
+    to_data,
+)
+from embforge.tuner.race import BLOCK_ROUNDS, HEAT_ROUNDS, Race, RaceError, Racing, race
+from embforge.tuner.replay import Entry, ReplayJudge
+
+SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")
+ALL = [CpuParams(prefetch_bytes=size) for size in (16384, 0, 1024, 4096, 8192)]
+DEFAULT_PARAMS, *CANDIDATES = ALL
+FOREVER = float("inf")
+ENDED = 0.0
+
+
+def plan_of(params: Params) -> Plan:
+    return Plan("forward", "cpu", "avx2", "int64", SPEC, params)
+
+
+def table_of(*entries: float | Failure) -> dict[Params, Entry]:
+    """Milliseconds of the default, then of the candidates."""
+    return {
+        params: {"w": entry * 1e-3} if isinstance(entry, float) else entry
+        for params, entry in zip(ALL, entries, strict=False)
+    }
+
+
+def raced(
+    table: Mapping[Params, Entry], *, noise: float = 0.01, seed: int = 0, deadline: float = FOREVER, **more: object
+) -> Race:
+    judge = ReplayJudge(table, DEFAULT_PARAMS, noise=noise, seed=seed)
+    candidates = [plan_of(params) for params in table if params != DEFAULT_PARAMS]
+    return race(judge, candidates, plan_of(DEFAULT_PARAMS), deadline=deadline, seed=seed, **more)  # type: ignore[arg-type]
+
+
+# ---- What ships ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 3))
+def test_five_percent_under_one_percent_of_noise_are_found(seed: int, place: int) -> None:
+    times = [1.0] * 5
+    times[1 + place] = 1 / 1.05
+    found = raced(table_of(*times), seed=seed)
+    assert found.decision.ships
+    assert found.leader.params == CANDIDATES[place]
+    assert found.decision.settled
+    assert found.decision.gain.low <= 1.05 <= found.decision.gain.high * 1.02
+    assert found.decision.gain.median == pytest.approx(1.05, abs=0.02)
+
+
+class DriftingJudge(ReplayJudge):
+    """A machine whose speed wanders, in jumps and slowly, also within a round; and some samples are disturbed."""
+
+    def _noisy(self, rng: np.random.Generator, rounds: int, plans: int) -> np.ndarray:
+        drift = np.cumsum(rng.normal(0, 0.004, rounds * plans)).reshape(rounds, plans)
+        jumps = np.cumsum(rng.choice([0, 0, 0, 0.1, -0.1], rounds))[:, None]
+        own = rng.normal(0, self._noise, (rounds, plans))
+        disturbed = np.where(rng.random((rounds, plans)) < 0.05, rng.exponential(0.3, (rounds, plans)), 0)
+        order = np.argsort(rng.random((rounds, plans)), axis=1)  # each round in a shuffled order
+        return np.exp(np.take_along_axis(drift, order, axis=1) + jumps + own + disturbed)
+
+
+def test_equal_candidates_hardly_ever_replace_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race_module, "MOST_ROUNDS", 3 * BLOCK_ROUNDS)
+    shipped = 0
+    for seed in range(300):
+        judge = DriftingJudge(table_of(*[1.0] * 4), DEFAULT_PARAMS, seed=seed)
+        candidates = [plan_of(params) for params in CANDIDATES[:3]]
+        deadline = ENDED if seed % 3 else FOREVER
+        shipped += race(judge, candidates, plan_of(DEFAULT_PARAMS), deadline=deadline, seed=seed).decision.ships
+    assert shipped < 9
+
+
+@pytest.mark.soak
+def test_equal_candidates_hardly_ever_replace_the_default_however_long_one_looks() -> None:
+    shipped = sum(raced(table_of(*[1.0] * 5), seed=seed).decision.ships for seed in range(300))
+    assert shipped < 9
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(1.01, 2.0), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.003, 0.01, 0.05]),
+    st.integers(0, 10**6),
+)
+def test_what_is_slower_than_the_default_never_ships(slower: list[float], noise: float, seed: int) -> None:
+    found = raced(table_of(1.0, *slower), noise=noise, seed=seed, deadline=ENDED)
+    assert not found.decision.ships
+    assert found.decision.why.startswith("the default stays: ")
+
+
+def test_a_gain_below_the_noise_floor_does_not_ship() -> None:
+    rng = np.random.default_rng(0)
+    default, leader = 1.02 * np.exp(rng.normal(0, 1e-4, 40)), np.exp(rng.normal(0, 1e-4, 40))
+    duplicate = 1.03 * leader  # the same kernel, elsewhere in memory
+    samples = {"w": {DEFAULT: tuple(default), LEADER: tuple(leader), DUPLICATE: tuple(duplicate)}}
+    decision = decide(samples)
+    assert not decision.ships
+    assert decision.p < ALPHA
+    assert decision.noise_floor == pytest.approx(0.03, abs=0.001)
+    assert "not above the noise floor of 3.0%" in decision.why
+    samples["w"][DUPLICATE] = tuple(leader)
+    assert decide(samples).ships
+
+
+def test_a_workload_that_gets_slower_keeps_the_default() -> None:
+    table: dict[Params, Entry] = {
+        DEFAULT_PARAMS: {"small": 1e-3, "large": 1e-3},
+        CANDIDATES[0]: {"small": 0.7e-3, "large": 1.1e-3},
+    }
+    decision = raced(table).decision
+    assert decision.gain.median > 1.1
+    assert not decision.ships
+    assert decision.why.endswith(f"but {decision.gains['large'].median:.3f}x on large")
+    assert set(decision.noise_floors) == {"small", "large"}
+    table[CANDIDATES[0]] = {"small": 0.7e-3, "large": 1e-3}
+    assert raced(table).decision.ships
+
+
+# ---- How it gets there --------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_and_samples_give_the_same_race() -> None:
+    times = (1.0, 0.99, 0.98, 0.985, 1.01)
+    assert raced(table_of(*times), seed=3) == raced(table_of(*times), seed=3)
+    assert raced(table_of(*times), seed=3) != raced(table_of(*times), seed=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(12, 40))
+def test_a_decision_depends_on_samples_alone(random: object, rounds: int) -> None:
+    rng = np.random.default_rng(random.getrandbits(32))  # type: ignore[attr-defined]
+    names = [DEFAULT, LEADER, DUPLICATE, "rival"]
+    samples = {w: {n: tuple(rng.lognormal(0, 0.05, rounds)) for n in names} for w in ("a", "b")}
+    other_order = {w: dict(reversed(samples[w].items())) for w in ("b", "a")}
+    first, second = decide(samples), decide(other_order)
+    assert (first.ships, first.p, first.gain, first.noise_floor) == (
+        second.ships,
+        second.p,
+        second.gain,
+        second.noise_floor,
+    )
+    scaled = {w: {n: tuple(1000 * t for t in times) for n, times in of.items()} for w, of in samples.items()}
+    assert decide(scaled).ships == first.ships
+    assert first.rounds == rounds
+
+
+def test_without_candidates_the_default_races_itself_and_stays() -> None:
+    found = raced(table_of(1.0), deadline=ENDED)
+    assert found.leader.params == DEFAULT_PARAMS
+    assert not found.decision.ships
+
+
+def test_the_default_is_no_candidate() -> None:
+    judge = ReplayJudge(table_of(1.0, 0.9), DEFAULT_PARAMS)
+    default = plan_of(DEFAULT_PARAMS)
+    found = race(judge, [default, plan_of(CANDIDATES[0])], default, deadline=ENDED)
+    assert set(found.samples["w"]) == {DEFAULT, LEADER, DUPLICATE}
+    assert found.leader.params == CANDIDATES[0]
+
+
+def test_a_deadline_that_has_passed_leaves_a_heat_and_a_block() -> None:
+    events: list[Racing] = []
+    found = raced(table_of(1.0, 1.0, 1.0), noise=0.05, deadline=ENDED, progress=events.append)
+    assert [(event.stage, event.rounds) for event in events] == [("heat", HEAT_ROUNDS), ("final", BLOCK_ROUNDS)]
+    assert set(events[0].gains) == set(CANDIDATES[:2])
+    assert found.decision.rounds == BLOCK_ROUNDS
+    assert all(len(times) == BLOCK_ROUNDS for times in found.samples["w"].values())
+
+
+def test_rounds_have_an_end_where_nothing_is_ever_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race_module, "MOST_ROUNDS", 36)
+    monkeypatch.setattr(
+        race_module, "decide", lambda samples: replace(decide(samples), settled=False, overtaken_by=None)
+    )
+    assert raced(table_of(1.0, 0.5)).decision.rounds == 36
+
+
+class ScriptedJudge(ReplayJudge):
+    """Answers by another table after the heat, and notes what was asked."""
+
+    def __init__(self, heat: Mapping[Params, Entry], later: Mapping[Params, Entry]) -> None:
+        super().__init__(heat, DEFAULT_PARAMS, noise=0.005)
+        self._later = later
+        self.asked: list[tuple[list[Params], int, int, Cache]] = []
+
+    def rounds(
+        self, plans: Sequence[Plan], workload: str, count: int, *, seed: int, cache: Cache = "warm"
+    ) -> list[tuple[float, ...]] | dict[int, Outcome]:
+        self.asked.append(([plan.params for plan in plans], count, seed, cache))
+        if count != HEAT_ROUNDS:
+            self._table = self._later
+        return super().rounds(plans, workload, count, seed=seed, cache=cache)
+
+
+def run(judge: ScriptedJudge, candidates: int, deadline: float = FOREVER) -> Race:
+    plans = [plan_of(params) for params in CANDIDATES[:candidates]]
+    return race(judge, plans, plan_of(DEFAULT_PARAMS), deadline=deadline, seed=10, cache="cold")
+
+
+def test_a_rival_that_overtakes_leads_by_rounds_of_its_own() -> None:
+    judge = ScriptedJudge(table_of(1.0, 0.899, 0.9), table_of(1.0, 0.9, 0.8))
+    found = run(judge, 2)
+    first, second = CANDIDATES[:2]
+    assert found.leader.params == second
+    assert found.decision.ships
+    assert found.decision.gain.median == pytest.approx(1 / 0.8, rel=0.01)
+    finals = [asked for asked, count, _, _ in judge.asked if count == BLOCK_ROUNDS]
+    assert finals[0] == [DEFAULT_PARAMS, first, first, second]
+    assert finals[-1] == [DEFAULT_PARAMS, second, second, first]
+    assert found.decision.rounds == BLOCK_ROUNDS * finals.count(finals[-1])
+
+
+def test_every_block_has_a_seed_of_its_own_and_the_caches_mode() -> None:
+    judge = ScriptedJudge(table_of(1.0, 1.0, 1.0), table_of(1.0, 1.0, 1.0))
+    run(judge, 2)
+    seeds = [seed for _, _, seed, _ in judge.asked]
+    assert seeds == list(range(11, 11 + len(seeds)))
+    assert {cache for _, _, _, cache in judge.asked} == {"cold"}
+
+
+@pytest.mark.parametrize("failure", [LaunchFailed("SIGSEGV"), TimedOut("not done"), WrongAnswer("bits")])
+def test_a_candidate_that_fails_in_the_finals_is_dropped(failure: Failure) -> None:
+    judge = ScriptedJudge(table_of(1.0, 0.8, 0.9), table_of(1.0, failure, 0.9))
+    found = run(judge, 2)
+    assert found.failed == {plan_of(CANDIDATES[0]).uri: failure}
+    assert found.leader.params == CANDIDATES[1]
+    assert found.decision.ships
+
+
+def test_a_candidate_that_fails_in_the_heat_is_dropped() -> None:
+    found = raced(table_of(1.0, Invalid("spills"), 0.9, 0.95))
+    assert list(found.failed) == [plan_of(CANDIDATES[0]).uri]
+    assert found.leader.params == CANDIDATES[1]
+
+
+def test_if_all_candidates_fail_the_default_stays() -> None:
+    found = raced(table_of(1.0, LaunchFailed("a"), LaunchFailed("b")), deadline=ENDED)
+    assert len(found.failed) == 2
+    assert found.leader.params == DEFAULT_PARAMS
+    assert not found.decision.ships
+
+
+def test_a_default_that_fails_ends_the_race_with_a_remedy() -> None:
+    judge = ScriptedJudge(table_of(1.0, 0.9, 0.8), table_of(TimedOut("not done within 10 s"), 0.9, 0.8))
+    with pytest.raises(
+        RaceError, match=r"default plan .* failed in the finals: .*10 s.*; check it by `embforge verify`"
+    ):
+        run(judge, 2)
+
+
+def test_who_is_beaten_in_the_heat_does_not_run_in_the_final() -> None:
+    judge = ScriptedJudge(table_of(1.0, 0.5, 0.9), table_of(1.0, 0.5, 0.9))
+    found = run(judge, 2)
+    assert found.decision.rivals == {}
+    assert set(found.samples["w"]) == {DEFAULT, LEADER, DUPLICATE}
+
+
+# ---- Outcomes -----------------------------------------------------------------------------------------------------
+
+WHY = st.text(max_size=30)
+TIMES = st.lists(st.floats(1e-9, 10), min_size=1, max_size=5).map(tuple)
+PAIRS = st.builds(lambda times: Paired(times, times[::-1]), TIMES)
+OUTCOMES = st.one_of(
+    st.builds(Timed, st.dictionaries(st.text(max_size=9), PAIRS, min_size=1, max_size=3)),
+    *(st.builds(kind, WHY) for kind in (Invalid, CompileFailed, LaunchFailed, WrongAnswer, TimedOut)),
+)
+
+
+@given(OUTCOMES)
+def test_outcomes_survive_as_plain_data(outcome: Outcome) -> None:
+    import json
+
+    assert from_data(json.loads(json.dumps(to_data(outcome)))) == outcome
+
+
+def test_scores_are_geometric_means_of_median_ratios() -> None:
+    half, double = Paired((1.0, 9.0, 1.0), (2.0, 2.0, 2.0)), Paired((4.0,), (2.0,))
+    assert half.ratio == 0.5
+    assert Timed({"a": half, "b": double}).score == pytest.approx(1.0)
+    with pytest.raises(KeyError, match="nonsense"):
+        from_data({"kind": "nonsense"})

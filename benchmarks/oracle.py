@@ -26,6 +26,8 @@ from rich.table import Table
 from benchmarks.oracle_cases import CASES, TRIES, Case, Oracle, Try, read_oracle, write_oracle
 from embforge.codegen.build import build_many
 from embforge.codegen.params import Params, params_from
+from embforge.codegen.tuned.record import Hardware, Record
+from embforge.codegen.tuned.stores import read_file
 from embforge.tuner.bench_judge import BenchJudge
 from embforge.tuner.decision import gain_of
 from embforge.tuner.messages import Setup
@@ -53,10 +55,10 @@ class TryResult:
     what: str
     stored: dict[str, Any]
     trials: int
-    share: float
-    """Speed of what was stored, of the oracle's best."""
-    leader_share: float
-    """The same of the leader of the finals, be it stored or not."""
+    share: float | None
+    """Speed of what modules use from then on, of the oracle's best; None: the oracle is of another machine."""
+    leader_share: float | None
+    """The same of the fastest that the search found, be it stored or not."""
     gain: tuple[float, float, float]
     """Times faster than the default: median and 95 % interval."""
     floor: float
@@ -67,8 +69,9 @@ class TryResult:
     def problems(self) -> list[str]:
         """What a try must reach and did not."""
         found = []
-        if self.share < LEAST_SHARE:
-            found.append(f"{self.share:.1%} of the oracle's best speed; asked: {LEAST_SHARE:.0%}")
+        for what, share in (("stored", self.share), ("found", self.leader_share)):
+            if share is not None and share < LEAST_SHARE:
+                found.append(f"{what}: {share:.1%} of the oracle's best speed; asked: {LEAST_SHARE:.0%}")
         if self.gain[0] < 1 / (1 + self.floor):
             found.append(f"stored what is {self.gain[0]:.3f}x the default's speed, noise floor {self.floor:.1%}")
         if self.work_share < LEAST_WORK:
@@ -130,7 +133,7 @@ def measured(case: Case, console: Console) -> Oracle:
         assert isinstance(rows, list), rows
     times = np.array(rows)
     finals = np.median(times[:, 1:] / times[:, :1], axis=0)
-    ratios |= dict(zip(fastest, finals.tolist(), strict=True))
+    ratios |= dict(zip(fastest, finals.tolist(), strict=True)) | {task.default: 1.0}
     facts = {
         "case": asdict(case),
         "hardware": asdict(task.hardware),
@@ -152,15 +155,20 @@ def run_try(attempt: Try) -> TryResult:
         fresh = {"EMBFORGE_CACHE_DIR": f"{folder}/cache", "EMBFORGE_TUNED_DIR": f"{folder}/tuned"}
         command = [str(Path(sys.executable).with_name("embforge")), *words, "--json"]
         done = subprocess.run(command, env=os.environ | fresh, stdout=subprocess.PIPE, text=True, check=True)
-    told = json.loads(done.stdout)
+        told = json.loads(done.stdout)
+        stored = [read_file(Path(path)) for path in told["stored"]]
     op = "forward" if case.train is None else "backward"
-    return compared(attempt, told, params_from("cpu", told["best"], op), params_from("cpu", told["leader"], op))
+    used = [record.params for record in stored if isinstance(record, Record)]  # nothing stored: the default is used
+    params = params_from("cpu", used[0] if used else told["default"], op)
+    return compared(attempt, told, params, params_from("cpu", told["leader"], op))
 
 
 def compared(attempt: Try, told: dict[str, Any], stored: Params, leader: Params) -> TryResult:
     """What was stored and the leader beside the oracle's best and the default, in blocks of interleaved rounds."""
     case = CASES[attempt.case]
-    task, best = case.task(), read_oracle(case).best
+    task, oracle = case.task(), read_oracle(case)
+    known = Hardware(**oracle.facts["hardware"]) == task.hardware
+    best = oracle.best if known else task.default
     plans = [task.plan(params) for params in (best, stored, stored, leader, task.default)]
     build_many(list(dict.fromkeys(plans)))
     rows: list[tuple[float, ...]] = []
@@ -173,10 +181,10 @@ def compared(attempt: Try, told: dict[str, Any], stored: Params, leader: Params)
     gain = gain_of(defaults, ours)
     return TryResult(
         what=str(attempt),
-        stored={name: value for name, value in told["best"].items() if value != told["default"][name]},
+        stored={name: value for name, value in vars(stored).items() if value != told["default"][name]},
         trials=sum(told["outcomes"].values()),
-        share=gain_of(oracles, ours).median,
-        leader_share=gain_of(oracles, leaders).median,
+        share=gain_of(oracles, ours).median if known else None,
+        leader_share=gain_of(oracles, leaders).median if known else None,
         gain=(gain.median, gain.low, gain.high),
         floor=noise_floor(ours, copies),
         work_share=told["work_share"],
@@ -184,7 +192,7 @@ def compared(attempt: Try, told: dict[str, Any], stored: Params, leader: Params)
 
 
 def _judge(task: Task, seed: int = 0) -> BenchJudge:
-    return BenchJudge(Setup(task.anchor.text, task.workloads, seed=seed))
+    return BenchJudge(Setup(task.anchor.text, task.workloads, seed=seed, threads=task.hardware.sizes["cores"]))
 
 
 def _table(results: Sequence[TryResult]) -> Table:
@@ -194,14 +202,14 @@ def _table(results: Sequence[TryResult]) -> Table:
     return table
 
 
-HEADINGS = ("try", "stored", "trials", "of the oracle's best", "times the default", "noise", "at work")
+HEADINGS = ("try", "stored", "trials", "of the best: stored", "found", "times the default", "noise", "at work")
 
 
 def _cells(result: TryResult) -> list[str]:
     gain = "{:.3f} ({:.3f} to {:.3f})".format(*result.gain)
     stored = " ".join(f"{name}={value}" for name, value in result.stored.items()) or "the default"
-    shares = (f"{result.share:.1%}", gain, f"{result.floor:.1%}", f"{result.work_share:.0%}")
-    return [result.what, stored, str(result.trials), *shares]
+    shares = ["-" if share is None else f"{share:.1%}" for share in (result.share, result.leader_share)]
+    return [result.what, stored, str(result.trials), *shares, gain, f"{result.floor:.1%}", f"{result.work_share:.0%}"]
 
 
 def _write(results: Sequence[TryResult]) -> None:

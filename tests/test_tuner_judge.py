@@ -254,7 +254,7 @@ def test_time_is_counted_by_phase(judge: BenchJudge) -> None:
 
 
 def timing_lock() -> FileLock:
-    return FileLock(cache.cache_dir() / "timing.lock")
+    return FileLock(cache.cache_dir() / "timing-cpu.lock")
 
 
 def test_a_busy_timing_lock_is_waited_for_and_released(judge: BenchJudge, quiet: Quiet) -> None:
@@ -289,7 +289,7 @@ def test_a_busy_timing_lock_is_waited_for_and_released(judge: BenchJudge, quiet:
 
 def test_a_lock_that_is_held_too_long_is_done_without(judge: BenchJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_judge, "LOCK_SECONDS", 0.05)
-    with timing_lock(), pytest.warns(UserWarning, match="times are taken without .*timing.lock"):
+    with timing_lock(), pytest.warns(UserWarning, match="times are taken without .*timing-cpu.lock"):
         assert_good_is_timed(judge)
 
 

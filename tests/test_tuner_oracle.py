@@ -12,7 +12,6 @@ from optuna.storages import InMemoryStorage
 from benchmarks.oracle import run_try
 from benchmarks.oracle_cases import CASES, TRIES, Case, Try, read_oracle
 from embforge.codegen.params import Params, params_from
-from embforge.codegen.tuned.hardware import this_cpu
 from embforge.codegen.tuned.record import Hardware
 from embforge.tuner.outcome import Timed
 from embforge.tuner.race import FINALISTS, race
@@ -58,25 +57,25 @@ def replayed(task: Task, table: Mapping[Params, float], seed: int) -> tuple[list
 def test_the_table_holds_every_point_of_the_space(case: Case) -> None:
     oracle, task = read_oracle(case), task_there(case, {})
     assert set(oracle.ratios) == set(task.space.points)
-    assert oracle.ratios[oracle.best] <= 1 and len(task.space.points) < 500
+    assert len(task.space.points) < 500
+    assert oracle.ratios[oracle.best] <= oracle.ratios[task.default] == 1.0
 
 
 @pytest.mark.parametrize("attempt", TRIES, ids=str)
 def test_a_replayed_search_comes_near_the_best_from_any_start(attempt: Try) -> None:
     case = CASES[attempt.case]
     oracle, task = read_oracle(case), task_there(case, attempt.baseline)
+    if attempt.baseline:  # a start that is worth the name is far from the best
+        assert oracle.ratios[settle(task.space, task.anchor.params)] > 1.05 * oracle.ratios[oracle.best]
     tried, leader, ships = replayed(task, oracle.ratios, attempt.seed)
     assert len(tried) == len(set(tried)) == SCREENED
     assert oracle.ratios[leader] <= oracle.ratios[oracle.best] / 0.95
-    assert oracle.ratios[ships] <= 1 + NOISE
+    assert oracle.ratios[ships] <= 1.0
     assert replayed(task, oracle.ratios, attempt.seed) == (tried, leader, ships)  # same measurements, same choice
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("attempt", TRIES, ids=str)
 def test_three_minutes_come_near_the_best_and_never_store_what_is_slower(attempt: Try) -> None:
-    facts = read_oracle(CASES[attempt.case]).facts["hardware"]
-    if facts != vars(this_cpu()):
-        pytest.skip(f"measured on {facts['name']}: `python -m benchmarks.oracle measure` makes tables for this machine")
     result = run_try(attempt)
     assert not result.problems, result

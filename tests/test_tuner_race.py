@@ -14,7 +14,7 @@ from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.tuner import race as race_module
-from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATE, LEADER, decide
+from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, LEAST_FLOOR, decide
 from embforge.tuner.judge import Cache
 from embforge.tuner.outcome import (
     CompileFailed,
@@ -120,14 +120,17 @@ def test_a_gain_below_the_noise_floor_does_not_ship() -> None:
     rng = np.random.default_rng(0)
     default, leader = 1.02 * np.exp(rng.normal(0, 1e-4, 40)), np.exp(rng.normal(0, 1e-4, 40))
     duplicate = 1.03 * leader  # the same kernel, elsewhere in memory
-    samples = {"w": {DEFAULT: tuple(default), LEADER: tuple(leader), DUPLICATE: tuple(duplicate)}}
+    copies = {DUPLICATES[LEADER]: tuple(duplicate), DUPLICATES[DEFAULT]: tuple(default)}
+    samples = {"w": {DEFAULT: tuple(default), LEADER: tuple(leader)} | copies}
     decision = decide(samples)
     assert not decision.ships
     assert decision.p < ALPHA
     assert decision.noise_floor == pytest.approx(0.03, abs=0.001)
     assert "not above the noise floor of 3.0%" in decision.why
-    samples["w"][DUPLICATE] = tuple(leader)
-    assert decide(samples).ships
+    samples["w"][DUPLICATES[LEADER]] = tuple(leader)
+    assert decide(samples).ships and decide(samples).noise_floor == LEAST_FLOOR
+    samples["w"][DUPLICATES[DEFAULT]] = tuple(1.03 * default)  # the default's copies tell as much
+    assert not decide(samples).ships
 
 
 def test_a_workload_that_gets_slower_keeps_the_default() -> None:
@@ -157,7 +160,7 @@ def test_the_same_seed_and_samples_give_the_same_race() -> None:
 @given(st.randoms(use_true_random=False), st.integers(12, 40))
 def test_a_decision_depends_on_samples_alone(random: object, rounds: int) -> None:
     rng = np.random.default_rng(random.getrandbits(32))  # type: ignore[attr-defined]
-    names = [DEFAULT, LEADER, DUPLICATE, "rival"]
+    names = [DEFAULT, LEADER, *DUPLICATES.values(), "rival"]
     samples = {w: {n: tuple(rng.lognormal(0, 0.05, rounds)) for n in names} for w in ("a", "b")}
     other_order = {w: dict(reversed(samples[w].items())) for w in ("b", "a")}
     first, second = decide(samples), decide(other_order)
@@ -175,14 +178,14 @@ def test_a_decision_depends_on_samples_alone(random: object, rounds: int) -> Non
 def test_without_candidates_the_default_races_itself_and_stays() -> None:
     found = raced(table_of(1.0), deadline=ENDED)
     assert found.leader.params == DEFAULT_PARAMS
-    assert not found.decision.ships
+    assert not found.decision.ships and "nothing else could be raced" in found.decision.why
 
 
 def test_the_default_is_no_candidate() -> None:
     judge = ReplayJudge(table_of(1.0, 0.9), DEFAULT_PARAMS)
     default = plan_of(DEFAULT_PARAMS)
     found = race(judge, [default, plan_of(CANDIDATES[0])], default, deadline=ENDED)
-    assert set(found.samples["w"]) == {DEFAULT, LEADER, DUPLICATE}
+    assert set(found.samples["w"]) == {DEFAULT, LEADER, *DUPLICATES.values()}
     assert found.leader.params == CANDIDATES[0]
 
 
@@ -233,8 +236,8 @@ def test_a_rival_that_overtakes_leads_by_rounds_of_its_own() -> None:
     assert found.decision.ships
     assert found.decision.gain.median == pytest.approx(1 / 0.8, rel=0.01)
     finals = [asked for asked, count, _, _ in judge.asked if count == BLOCK_ROUNDS]
-    assert finals[0] == [DEFAULT_PARAMS, first, first, second]
-    assert finals[-1] == [DEFAULT_PARAMS, second, second, first]
+    assert finals[0] == [DEFAULT_PARAMS, first, DEFAULT_PARAMS, first, second]
+    assert finals[-1] == [DEFAULT_PARAMS, second, DEFAULT_PARAMS, second, first]
     assert found.decision.rounds == BLOCK_ROUNDS * finals.count(finals[-1])
 
 
@@ -265,7 +268,7 @@ def test_if_all_candidates_fail_the_default_stays() -> None:
     found = raced(table_of(1.0, LaunchFailed("a"), LaunchFailed("b")), deadline=ENDED)
     assert len(found.failed) == 2
     assert found.leader.params == DEFAULT_PARAMS
-    assert not found.decision.ships
+    assert not found.decision.ships and "nothing else could be raced" in found.decision.why
 
 
 def test_a_default_that_fails_ends_the_race_with_a_remedy() -> None:
@@ -280,7 +283,7 @@ def test_who_is_beaten_in_the_heat_does_not_run_in_the_final() -> None:
     judge = ScriptedJudge(table_of(1.0, 0.5, 0.9), table_of(1.0, 0.5, 0.9))
     found = run(judge, 2)
     assert found.decision.rivals == {}
-    assert set(found.samples["w"]) == {DEFAULT, LEADER, DUPLICATE}
+    assert set(found.samples["w"]) == {DEFAULT, LEADER, *DUPLICATES.values()}
 
 
 # ---- Outcomes -----------------------------------------------------------------------------------------------------
@@ -307,3 +310,11 @@ def test_scores_are_geometric_means_of_median_ratios() -> None:
     assert Timed({"a": half, "b": double}).score == pytest.approx(1.0)
     with pytest.raises(KeyError, match="nonsense"):
         from_data({"kind": "nonsense"})
+
+
+def test_a_wide_noise_floor_settles_nothing() -> None:
+    rng = np.random.default_rng(1)
+    noisy = {name: tuple(rng.lognormal(0, 0.5, 12)) for name in (DEFAULT, LEADER, *DUPLICATES.values())}
+    decision = decide({"w": noisy})
+    assert decision.noise_floor > 0.1 and decision.gain.high < 1 + 10 * decision.noise_floor
+    assert not decision.settled and not decision.ships

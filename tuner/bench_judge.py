@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
 import time
 import warnings
@@ -79,6 +81,7 @@ class BenchJudge:
         self._spent = dict.fromkeys((STARTING, VERIFYING, TIMING, WAITING), 0.0)
         self._whole: set[str] = set()  # plans that were verified with their companions
         self._clocks: dict[str, int | None] = {}
+        self._others: float | None = None
         _check_memory(self._anchor)
         self._folder = tempfile.TemporaryDirectory(prefix="embforge-judge-")
         self._board = Board(Path(self._folder.name) / "board")
@@ -98,6 +101,10 @@ class BenchJudge:
     @property
     def clocks(self) -> dict[str, int | None]:
         return self._clocks
+
+    @property
+    def others(self) -> float | None:
+        return self._others
 
     def wait_until_ready(self) -> None:
         """Until the worker can take a question. `JudgeError` if it never will."""
@@ -138,7 +145,7 @@ class BenchJudge:
         answer = self._ask(TakeRounds(tuple(plan.text for plan in plans), workload, count, seed, cache))
         if not isinstance(answer, Rounds):
             return {self._failed_place: answer}
-        self._clocks = answer.clocks
+        self._clocks, self._others = answer.clocks, answer.others
         return answer.samples
 
     def close(self) -> None:
@@ -249,13 +256,11 @@ class BenchJudge:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other tuner of this user times on this machine's cores meanwhile."""
-        if self._anchor.target != "cpu":
-            yield
-            return
+        """No other tuner of this user times on this machine's cores, or on the same GPU, meanwhile."""
+        device = "cpu" if self._anchor.target == "cpu" else f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
         folder = cache_dir()
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "timing.lock")
+        lock = FileLock(folder / f"timing-{re.sub(r'[^A-Za-z0-9]+', '_', device)}.lock")
         try:
             lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.01)
         except (Timeout, OSError, NotImplementedError) as error:  # held, or a folder where nothing can be locked

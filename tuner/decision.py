@@ -17,10 +17,15 @@ STOP_ALPHA = 0.001
 WORTHLESS = 0.005
 """A difference between two finalists that is not worth more time."""
 
-DEFAULT, LEADER, DUPLICATE = "default", "leader", "duplicate"
+DEFAULT, LEADER = "default", "leader"
+DUPLICATES = {LEADER: "duplicate", DEFAULT: "default's duplicate"}
+"""Second copies of the same kernels, loaded from files of their own."""
+NO_RIVALS = {DEFAULT, LEADER, *DUPLICATES.values()}
+LEAST_FLOOR = 0.005
+"""Two copies show one pair of addresses in memory; others may lie further apart."""
 
 Samples = Mapping[str, Mapping[str, tuple[float, ...]]]
-"""Seconds a call, `[workload][name][round]`; names are `default`, `leader`, `duplicate` (of it) and any rivals."""
+"""Seconds a call, `[workload][name][round]`; names are `default`, `leader`, their `DUPLICATES` and any rivals."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Decision:
     gains: dict[str, Gain]
     """By workload."""
     noise_floor: float
-    """A share: how far apart the leader and its duplicate may be."""
+    """A share: how far apart two copies of the leader or of the default may be."""
     noise_floors: dict[str, float]
     p: float
     """Of the leader being no faster than the default (Wilcoxon, one-sided)."""
@@ -56,12 +61,12 @@ def decide(samples: Samples) -> Decision:
     """
     joint = _joint(samples)
     default, leader = joint[DEFAULT], joint[LEADER]
-    gain, floor = gain_of(default, leader), noise_floor(leader, joint[DUPLICATE])
+    gain, floor = gain_of(default, leader), floor_of(joint)
     gains = {w: gain_of(times[DEFAULT], times[LEADER]) for w, times in samples.items()}
-    floors = {w: noise_floor(times[LEADER], times[DUPLICATE]) for w, times in samples.items()}
+    floors = {w: floor_of(times) for w, times in samples.items()}
     p = wilcoxon(np.log(leader), np.log(default))
     slower = [w for w in samples if gains[w].median < 1 / (1 + floors[w])]
-    rivals = {name: times for name, times in joint.items() if name not in (DEFAULT, LEADER, DUPLICATE)}
+    rivals = {name: times for name, times in joint.items() if name not in NO_RIVALS}
     chances = {name: wilcoxon(np.log(leader), np.log(times)) for name, times in rivals.items()}
     overtaken_by = _overtaken_by(leader, rivals, floor)
     beats = gain.median > 1 + floor and p < ALPHA
@@ -80,6 +85,12 @@ def decide(samples: Samples) -> Decision:
         overtaken_by=overtaken_by,
         rounds=leader.size,
     )
+
+
+def floor_of(times: Mapping[str, Floats | tuple[float, ...]]) -> float:
+    """How far apart copies came out, the leader's or the default's, whichever is more."""
+    pairs = ((times[name], times[copy]) for name, copy in DUPLICATES.items())
+    return max(LEAST_FLOOR, *(noise_floor(first, second) for first, second in pairs))
 
 
 def gain_of(slower: Floats | tuple[float, ...], faster: Floats | tuple[float, ...]) -> Gain:

@@ -31,6 +31,10 @@ class Judge(Protocol):
     def clocks(self) -> Mapping[str, int | None]:
         """Clock rates at the end of the last rounds, in MHz by name; empty before, None: nobody tells."""
 
+    @property
+    def others(self) -> float | None:
+        """CPUs that other processes used during the last rounds; None: nobody tells."""
+
     def screen(self, plan: Plan) -> Outcome:
         """Verifies the plan against the reference, then times it in a few rounds paired with the anchor plan."""
 

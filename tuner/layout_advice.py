@@ -46,6 +46,7 @@ class Advice:
     def sentence(self) -> str:
         """What to do, what it saves and what it costs."""
         return (
+            f"layout, by arithmetic and not measured: "
             f"table {self.table!r}: rows of {self.row_bytes} bytes, {self.stride_bytes} apart, lie across "
             f"{UNIT_NAME[self.target]} so that reading one moves {self.moved:.4g} bytes in the mean; with "
             f"embedding_dim={self.better_dim} instead of {self.dim} it would move {self.better_moved:.4g} "

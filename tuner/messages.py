@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ class Setup:
     seed: int = 0
     cache: Cache = "warm"
     """Of screenings; rounds say it themselves."""
+    threads: int | None = None
+    """torch's; None: as many as it takes by itself."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class TakeRounds:
 @dataclass(frozen=True)
 class Rounds:
     samples: list[tuple[float, ...]]
-    clocks: dict[str, int | None] = field(default_factory=dict)
+    clocks: dict[str, int | None]
+    others: float | None
+    """CPUs that other processes used meanwhile; None: the system does not tell."""
 
 
 @dataclass(frozen=True)

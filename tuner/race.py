@@ -1,4 +1,4 @@
-"""The finals: the best of the search against the default, in interleaved rounds, beside a duplicate of the leader.
+"""The finals: the best of the search against the default, in interleaved rounds, beside a duplicate of each.
 
 A short heat finds the leader, for times of a screening compare badly. Then rounds are taken anew, so that the leader
 is not judged by the samples that made it the leader; a rival that proves faster leads the next final.
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from embforge.codegen.errors import EmbforgeError
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
-from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATE, LEADER, Decision, decide
+from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, Decision, decide
 from embforge.tuner.judge import Cache, Judge
 from embforge.tuner.outcome import Outcome
 from embforge.tuner.stats import Floats, wilcoxon
 
-FINALISTS = 4
+FINALISTS = 6
 HEAT_ROUNDS = 8
 BLOCK_ROUNDS = 12
 """Between two looks at the samples; with so many the smallest possible p is 1/4096."""
@@ -55,6 +55,8 @@ class Race:
     """Candidates that failed in the finals, by URI."""
     clocks: dict[str, int | None] = field(default_factory=dict)
     """Clock rates at its end, in MHz by name."""
+    others: float = 0.0
+    """CPUs that other processes used at most during a block of rounds; 0 also where the system does not tell."""
 
 
 Rows = dict[str, list[tuple[float, ...]]]
@@ -89,6 +91,7 @@ class _Track:
         self._judge, self._default, self._seed, self._cache = judge, default, seed, cache
         self._candidates = candidates
         self._failed: dict[str, Outcome] = {}
+        self._disturbed = 0.0
 
     def heat(self, progress: Callable[[Racing], object]) -> tuple[Plan, list[Plan]]:
         """The fastest, and those that it does not beat beyond doubt."""
@@ -108,8 +111,8 @@ class _Track:
         self, leader: Plan, rivals: list[Plan], deadline: float, progress: Callable[[Racing], object]
     ) -> Race | None:
         """None if a candidate failed: somebody else must lead."""
-        plans = [self._default, leader, leader, *rivals]
-        names = [DEFAULT, LEADER, DUPLICATE, *(plan.uri for plan in rivals)]
+        plans = [self._default, leader, self._default, leader, *rivals]
+        names = [DEFAULT, LEADER, DUPLICATES[DEFAULT], DUPLICATES[LEADER], *(plan.uri for plan in rivals)]
         taken: Rows = {workload: [] for workload in self._judge.workloads}
         while True:
             block = self._rounds(plans, BLOCK_ROUNDS)
@@ -120,11 +123,13 @@ class _Track:
             samples = {w: dict(zip(names, zip(*rows, strict=True), strict=True)) for w, rows in taken.items()}
             decision = decide(samples)
             logs = np.mean([np.log(rows) for rows in taken.values()], axis=0)
-            once = np.delete(logs, (0, 2), axis=1)  # without the default and the duplicate
+            once = np.delete(logs, (0, 2, 3), axis=1)  # without the default and the duplicates
             progress(Racing("final", decision.rounds, self._gains([leader, *rivals], logs[:, :1] - once)))
             over = time.monotonic() >= deadline or decision.rounds >= MOST_ROUNDS
-            if decision.settled or over:
-                return Race(leader, decision, samples, self._failed, dict(self._judge.clocks))
+            if decision.settled or over or leader == self._default:
+                if leader == self._default:
+                    decision = replace(decision, ships=False, why="the default stays: nothing else could be raced")
+                return Race(leader, decision, samples, self._failed, dict(self._judge.clocks), self._disturbed)
             if decision.overtaken_by is not None:  # it leads from here on, by rounds of its own
                 new = next(plan for plan in rivals if plan.uri == decision.overtaken_by)
                 rivals = [leader, *(plan for plan in rivals if plan != new)]
@@ -140,6 +145,7 @@ class _Track:
                 self._drop({plans[position].uri: outcome for position, outcome in got.items()})
                 return None
             rows[workload] = got
+            self._disturbed = max(self._disturbed, self._judge.others or 0.0)
         return rows
 
     def _drop(self, failed: dict[str, Outcome]) -> None:

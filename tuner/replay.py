@@ -59,6 +59,10 @@ class ReplayJudge:
     def clocks(self) -> dict[str, int | None]:
         return {}
 
+    @property
+    def others(self) -> float | None:
+        return None
+
     def screen(self, plan: Plan) -> Outcome:
         start = time.monotonic()
         time.sleep(self._delay)

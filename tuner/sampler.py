@@ -69,7 +69,7 @@ class Enumeration:
 
     def __init__(self, space: Space, seeds: Sequence[Params] = ()) -> None:
         self._points = _Points(space)
-        self._first = self._points.allowed((*seeds, space.default, *covering_points(space)))
+        self._first = self._points.allowed((*seeds, *covering_points(space)))
 
     def propose(self, tried: Sequence[Tried]) -> Params | None:
         taken = {t.params for t in tried}
@@ -85,7 +85,7 @@ class Guided:
     def __init__(self, space: Space, seeds: Sequence[Params] = (), seed: int = 0) -> None:
         self._space, self._seed = space, seed
         self._points = _Points(space)
-        self._first = self._points.allowed((*seeds, space.default, *covering_points(space)[:COVERED_FIRST]))
+        self._first = self._points.allowed((*seeds, *covering_points(space)[:COVERED_FIRST]))
         self._distributions = distributions(space)
         # A copy of the study in memory: asking must not write, and failures mean something to TPE only if it sees them.
         quiet_optuna()

@@ -20,17 +20,18 @@ from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.training import update_named
 from embforge.codegen.tuned.choose import choose, key_of
-from embforge.codegen.tuned.hardware import gpu_hardware, this_cpu
+from embforge.codegen.tuned.hardware import gpu_hardware
 from embforge.codegen.tuned.record import Hardware, Key
 from embforge.codegen.tuned.shape import rule_named, shape_of
 from embforge.tuner.judge import Cache
 from embforge.tuner.seeds import load_seeds
-from embforge.tuner.space import Space, settle, space_of
+from embforge.tuner.space import Space, covering_points, settle, space_of
 from embforge.tuner.workload import Workload, parse, traffic
 
 STUDY_SCHEMA = 1
 """Raised whenever what a study means or holds changes, so that old trials are not taken for new ones."""
 DIGEST_DIGITS = 10
+EXAMPLES = 4
 ESTIMATED_FIRST = 8
 """Plans of an estimate that a measured run begins with."""
 
@@ -79,14 +80,23 @@ class Task:
 
     def key(self, workload: str) -> Key:
         """What a result on that workload is known by."""
-        return key_of(self.op, self.target, self.spec, self.hardware, self.rule, traffic(self.spec, parse(workload)))
+        asked = traffic(self.spec, parse(workload))
+        return key_of(self.op, self.target, self.spec, self.hardware, self.rule, asked, self.id_dtype, self.cache)
 
     def seeds(self) -> list[Params]:
         """What to try first: the baseline or the default, the stores' nearest results, what was estimated."""
         found = [self.baseline or self.default]
         for workload in self.workloads:
-            key = self.key(workload)
-            choice = choose(self.op, self.target, self.spec, self.hardware, rule=self.rule, traffic=key.traffic)
+            choice = choose(
+                self.op,
+                self.target,
+                self.spec,
+                self.hardware,
+                rule=self.rule,
+                traffic=traffic(self.spec, parse(workload)),
+                id_dtype=self.id_dtype,
+                cache=self.cache,
+            )
             if choice.record is not None:
                 found.append(choice.params)
         if self.target == "cuda":  # what was estimated without a GPU
@@ -95,7 +105,7 @@ class Task:
 
     @cached_property
     def name(self) -> str:
-        """The study's: equal for equal tasks on equal machines with the same templates."""
+        """The study's: equal for equal tasks, spec's name included, on equal machines, templates and compilers."""
         means = {
             "schema": STUDY_SCHEMA,
             "op": [self.op, self.target, self.arch, self.rule, self.id_dtype],
@@ -105,11 +115,16 @@ class Task:
             "cache": self.cache,
             "fields": self.space.fields,
             "anchor": asdict(self.anchor.params),
-            "source": hashlib.sha256(source_of(self.plan(self.default)).encode()).hexdigest(),
+            "sources": [hashlib.sha256(source_of(self.plan(p)).encode()).hexdigest() for p in self._examples()],
+            "versions": {name: self.versions().get(name) for name in ("torch", "compiler")},
         }
         digest = hashlib.sha256(json.dumps(means, sort_keys=True).encode()).hexdigest()[:DIGEST_DIGITS]
         rule = "" if self.rule is None else f"-{self.rule}"
         return f"{self.op}{rule}-{self.target}-{self.arch}-{self.spec.name or 'collection'}-{digest}"
+
+    def _examples(self) -> list[Params]:
+        """A few points that show what the templates make of every field."""
+        return [self.default, *covering_points(self.space)[:EXAMPLES]]
 
     def about(self) -> dict[str, Any]:
         """Plain data to be kept with the study, so that whoever opens the storage can read it."""
@@ -180,12 +195,17 @@ def builders(task: Task) -> int:
 
 
 def _hardware(on: str) -> tuple[Hardware, str]:
-    if on == "cpu":
-        return this_cpu(), host_isa()
-    if on != "cuda":
-        raise ToolchainError(f"tune --on {on!r} is not known; allowed: cpu, cuda")
+    """What modules on this machine find themselves on, so that they find the results."""
     import torch
 
+    if on == "cpu":
+        from embforge.parameters import hardware_of
+
+        hardware = hardware_of("cpu", torch.device("cpu"))
+        assert hardware is not None
+        return hardware, host_isa()
+    if on != "cuda":
+        raise ToolchainError(f"tune --on {on!r} is not known; allowed: cpu, cuda")
     if not torch.cuda.is_available():
         raise ToolchainError(
             "tune --on cuda needs a CUDA device and a torch built for it; none is here. Nothing was tuned; "

@@ -184,8 +184,12 @@ class Trials:
                 if self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
                     held = Held(trial._trial_id, trial.number, tried.params, Claim.mine(), taken_over=True)
                     self._storage.set_trial_user_attr(held.id, "claim", held.claim.to_data())
-                    if not self._gives_way(held, self._read()):
+                    if self._gives_way(held, self._read()):
+                        continue
+                    if now.user_attrs.get("outcome", {}).get("kind") not in KINDS:
                         return held
+                    # Its owner died between the last two writes: it was measured, and is not measured again.
+                    self.finish(held, from_data(now.user_attrs["outcome"]))
         return None
 
     def _make(self, params: Params) -> Held | None:

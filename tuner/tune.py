@@ -16,26 +16,32 @@ import optuna
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import Params
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.tuned.document import params_of
 from embforge.codegen.tuned.record import Gain, Record
+from embforge.codegen.tuned.shape import file_name
+from embforge.codegen.tuned.stores import read_file
 from embforge.tuner.bench_judge import BenchJudge
 from embforge.tuner.builder import Builder
-from embforge.tuner.decision import DEFAULT, DUPLICATE, LEADER
+from embforge.tuner.decision import DEFAULT, DUPLICATES, LEADER
 from embforge.tuner.judge import Cache
 from embforge.tuner.layout_advice import advice
-from embforge.tuner.ledger import RACING, STARTING, Ledger
+from embforge.tuner.ledger import RACING, STARTING, WAITING, Ledger
 from embforge.tuner.messages import Setup
 from embforge.tuner.outcome import Timed
+from embforge.tuner.quiet import QUIET
 from embforge.tuner.race import FINALISTS, Race, Racing, race
 from embforge.tuner.sampler import sampler_for
+from embforge.tuner.space import settle
 from embforge.tuner.storage import default_url, masked, open_storage
-from embforge.tuner.store import Where, save
+from embforge.tuner.store import Where, directory_of, save
 from embforge.tuner.study import SearchEvent, search
 from embforge.tuner.task import Task, builders, task_of
 from embforge.tuner.trials import Trials
 from embforge.tuner.workload import Workload
 
 FINALS_SHARE, FINALS_SECONDS = 0.25, 45.0
-"""What the search leaves of the budget for the finals: the lesser of the two."""
+"""What the search leaves of the budget for the finals, the lesser of the two; without a budget they take so long."""
+ADVICE_SHOWN = 3
 
 Event = SearchEvent | Racing
 
@@ -58,6 +64,8 @@ class TuneResult:
     records: tuple[Record, ...]
     paths: tuple[Path, ...]
     """Where the records were stored; empty if they were not."""
+    unstored: str
+    """Why a workload has no record, in a sentence; empty if all have one."""
     ledger: dict[str, float]
     """Wall seconds of this run by phase."""
 
@@ -100,11 +108,12 @@ def tune(
         )
         name, about, url = task.name, task.about(), storage or default_url()  # what is wrong with the task comes first
         study = Trials(open_storage(url), name, task.space, about=about, uri_of=lambda params: task.plan(params).uri)
+    before = {} if store is None else _stored_before(task, directory_of(store, spec.origin))
     finished, found = 0, None
     if trials != 0:
-        finished, found = _run(task, study, ledger, budget, trials, seed, progress)
-    notes = tuple(one.sentence for one in advice(layout_of(spec, task.update), task.target))
-    records = () if found is None else _records(task, found, notes)
+        finished, found = _run(task, study, before, ledger, budget, trials, seed, progress)
+    notes = _notes(task, found)
+    records, unstored = ((), "no finals were held") if found is None else _records(task, found, before, notes)
     paths = () if store is None else tuple(save(record, store, origin=spec.origin) for record in records)
     seconds = ledger.seconds
     if found is not None:
@@ -126,6 +135,7 @@ def tune(
         race=found,
         records=records,
         paths=paths,
+        unstored=unstored,
         ledger=seconds,
     )
 
@@ -146,6 +156,7 @@ def finals_data(found: Race) -> dict[str, Any]:
 def _run(
     task: Task,
     study: Trials,
+    before: Mapping[str, Record],
     ledger: Ledger,
     budget: float | None,
     most: int | None,
@@ -156,7 +167,8 @@ def _run(
     end = float("inf") if budget is None else time.monotonic() - ledger.elapsed + budget
     reserve = 0.0 if budget is None else min(FINALS_SHARE * budget, FINALS_SECONDS)
     on_cpu, workers = task.target == "cpu", builders(task)
-    setup = Setup(task.anchor.text, task.workloads, seed=seed, cache=task.cache)
+    threads = task.hardware.sizes["cores"] if on_cpu else None
+    setup = Setup(task.anchor.text, task.workloads, seed=seed, cache=task.cache, threads=threads)
     with closing(Builder(workers, pausable=on_cpu)) as builder, BenchJudge(setup, quiet=builder.paused) as judge:
         finished = search(
             study,
@@ -171,48 +183,83 @@ def _run(
             progress=progress,
         )
         builder.close()  # what nobody will measure must not be compiled beside the finals
-        with ledger.phase(RACING):
-            found = race(
-                judge,
-                [task.plan(params) for params in _finalists(task, study)],
-                task.plan(task.default),
-                deadline=min(end, time.monotonic() + FINALS_SECONDS),
-                seed=seed,
-                cache=task.cache,
-                progress=progress,
-            )
+        start, waited = time.monotonic(), judge.seconds[WAITING]
+        found = race(
+            judge,
+            [task.plan(params) for params in _finalists(task, study, before)],
+            task.plan(task.default),
+            deadline=end if budget is not None else start + FINALS_SECONDS,
+            seed=seed,
+            cache=task.cache,
+            progress=progress,
+        )
+        waited = judge.seconds[WAITING] - waited
+        ledger.add(WAITING, waited)
+        ledger.add(RACING, time.monotonic() - start - waited)
     return finished, found
 
 
-def _finalists(task: Task, study: Trials) -> list[Params]:
-    """The best of all trials, whoever ran them, and the baseline."""
+def _notes(task: Task, found: Race | None) -> tuple[str, ...]:
+    """What people should know beside the result."""
+    others = 0.0 if found is None else found.others
+    busy = [f"others used up to {others:.1f} CPUs during the finals"] if others > QUIET else []
+    layouts = advice(layout_of(task.spec, task.update), task.target)[:ADVICE_SHOWN]
+    return (*busy, *(one.sentence for one in layouts))
+
+
+def _stored_before(task: Task, directory: Path) -> dict[str, Record]:
+    """What the store holds already for exactly this, by workload."""
+    found = {workload: read_file(directory / file_name(task.key(workload))) for workload in task.workloads}
+    return {workload: record for workload, record in found.items() if isinstance(record, Record)}
+
+
+def _finalists(task: Task, study: Trials, before: Mapping[str, Record]) -> list[Params]:
+    """The best of all trials, whoever ran them, the baseline, and what is to be replaced."""
     timed = [(o.score, n, params) for n, (params, o) in study.outcomes().items() if isinstance(o, Timed)]
     best = [params for _, _, params in sorted(timed, key=lambda t: t[:2]) if params != task.default][:FINALISTS]
-    return list(dict.fromkeys([*best, *([task.baseline] if task.baseline else [])]))
+    others = [task.baseline] if task.baseline else []
+    others += [settle(task.space, params_of(record.key, record.params)) for record in before.values()]
+    return list(dict.fromkeys([*best, *others]))
 
 
-def _records(task: Task, found: Race, notes: tuple[str, ...]) -> tuple[Record, ...]:
-    """A record a workload. Where the default ships, it is what is stored, so that nobody searches again in vain."""
+def _records(
+    task: Task, found: Race, before: Mapping[str, Record], notes: tuple[str, ...]
+) -> tuple[tuple[Record, ...], str]:
+    """What the finals prove, a record a workload, and why some have none.
+
+    Where the default stays beyond doubt, it is what is stored, so that nobody searches again in vain. A doubt stores
+    nothing: what stood in the store was proven. A compromise over several workloads does not replace a better result.
+    """
     decision, created, versions = found.decision, datetime.now(UTC).isoformat(timespec="seconds"), task.versions()
+    if not decision.ships and not decision.settled:
+        stays = "; what was stored before stays" if before else ""
+        return (), f"the finals ended undecided{stays}: give them more time or a quieter machine"
     best = found.leader.params if decision.ships else task.default
     if not decision.ships:
         notes = (f"{decision.why}; that candidate: {found.leader.params}", *notes)
-    return tuple(
-        Record(
-            key=task.key(workload),
-            params=asdict(best),
-            workload=workload,
-            gain=decision.gains[workload] if decision.ships else Gain(1.0, 1.0, 1.0),
-            noise_floor=decision.noise_floors[workload],
-            samples={
-                "default": times[DEFAULT],
-                ("best" if decision.ships else "candidate"): times[LEADER],
-                "duplicate": times[DUPLICATE],
-            },
-            versions=versions,
-            created=created,
-            study=task.name,
-            notes=notes,
+    records, left = [], []
+    for workload, times in found.samples.items():
+        gain, floor = decision.gains[workload], decision.noise_floors[workload]
+        better = workload in before and before[workload].gain.median > gain.median and len(task.workloads) > 1
+        if decision.ships and (gain.median <= 1 + floor or better):
+            left.append(workload)
+            continue
+        records.append(
+            Record(
+                key=task.key(workload),
+                params=asdict(best),
+                workload=workload,
+                gain=gain if decision.ships else Gain(1.0, 1.0, 1.0),
+                noise_floor=floor,
+                samples={
+                    "default": times[DEFAULT],
+                    ("best" if decision.ships else "candidate"): times[LEADER],
+                    "duplicate": times[DUPLICATES[LEADER]],
+                },
+                versions=versions,
+                created=created,
+                study=task.name,
+                notes=notes,
+            )
         )
-        for workload, times in found.samples.items()
-    )
+    return tuple(records), f"not above the noise floor or the result before on {', '.join(left)}" if left else ""

@@ -25,6 +25,7 @@ from torch import Tensor
 from embforge.codegen.build import locate
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.plan import Plan
+from embforge.codegen.targets.cpu_geometry import CACHE_LINE
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, load_kernel
 from embforge.tuner import workload as traffic
@@ -48,12 +49,15 @@ from embforge.tuner.messages import (
 )
 from embforge.tuner.outcome import Failure, LaunchFailed, Paired, Timed, WrongAnswer
 from embforge.tuner.questions import Question, ask, difference, questions_of
+from embforge.tuner.quiet import Clocks, others_since
 from embforge.tuner.timers import CpuTimer, CudaTimer, Run, Timer
 from embforge.verify import torch_threads
 
 FEW_ROUNDS, MOST_ROUNDS = 5, 12
 SCREEN_SECONDS = 0.25
 """A workload; past it, no more than `FEW_ROUNDS` rounds."""
+ALIKE = 1.1
+"""Times as many ids as another batch has: up to there, batches are taken for equal."""
 HOPELESS = ((2, 3.0), (FEW_ROUNDS, 1.3))
 """So many rounds, in each of which a candidate took at least so many times the anchor's time, are enough of it."""
 
@@ -84,8 +88,16 @@ class Loaded:
     plan: Plan
     kernel: Any
 
-    def run(self, arguments: tuple[Any, ...]) -> Any:
-        return self.kernel(*arguments)
+    def run(self, arguments: tuple[Any, ...]) -> None:
+        """Calls the kernel; of a lookup on a CPU the results are read too, as whoever asked for them will.
+
+        A kernel that writes past the caches would look fast otherwise, and leave the bill to its caller.
+        """
+        results = self.kernel(*arguments)
+        if self.plan.target == "cpu" and self.plan.op.startswith("forward"):
+            for part in results[:2]:
+                if part is not None:
+                    _read(part)
 
 
 class Worker:
@@ -93,6 +105,8 @@ class Worker:
 
     def __init__(self, setup: Setup, board: Board, connection: Connection) -> None:
         self._setup, self._board, self._connection = setup, board, connection
+        if setup.threads is not None:
+            torch.set_num_threads(setup.threads)
         self._plan = plan = Plan.from_text(setup.anchor)
         self._device = torch.device("cuda" if plan.target == "cuda" else "cpu")
         board.write("filling tables", patience=True)
@@ -159,7 +173,7 @@ class Worker:
         prepared = [self._prepared[workload]] * len(both)
         rotation, rng = Rotation(len(prepared[0])), np.random.default_rng(self._setup.seed)
         runs = [loaded.run for loaded in both]
-        repeats = repeats_of(runs, prepared, timer, rotation)
+        repeats = self._whole_turns(workload, repeats_of(runs, prepared, timer, rotation))
         samples: list[tuple[float, ...]] = []
         begun = time.monotonic()
         while len(samples) < FEW_ROUNDS or (len(samples) < MOST_ROUNDS and time.monotonic() - begun < SCREEN_SECONDS):
@@ -177,10 +191,19 @@ class Worker:
         rotation, rng = Rotation(len(prepared[0])), np.random.default_rng(request.seed)
         runs = [loaded.run for loaded in racing]
         self._ask_to_time()
+        clocks = Clocks.now()
         with self._no_fault_of_ours():
-            repeats = repeats_of(runs, prepared, timer, rotation)
+            repeats = self._whole_turns(request.workload, repeats_of(runs, prepared, timer, rotation))
             samples = interleaved_rounds(runs, prepared, request.count, rng, timer, repeats, rotation)
-        return Rounds(samples, timer.clocks())
+        return Rounds(samples, timer.clocks(), others_since(clocks))
+
+    def _whole_turns(self, workload: str, repeats: list[int]) -> list[int]:
+        """Where batches are of different sizes, as recorded ones may be, every sample takes all of them: samples of
+        one round shall have had the same work."""
+        sizes = [batch.values.numel() for batch in self._batches[workload]]
+        if max(sizes) <= ALIKE * min(sizes):
+            return repeats
+        return [-(-count // len(sizes)) * len(sizes) for count in repeats]
 
     def _racers(self, texts: Sequence[str]) -> list[Loaded]:
         """A kernel each; a plan's second one is loaded from a copy of its file, so that it lies elsewhere in memory."""
@@ -288,6 +311,13 @@ class _Watched:
 
     def _tell(self, run: Run) -> None:
         self.board.go_on(next(place for place, loaded in enumerate(self.loaded) if loaded.run == run))
+
+
+def _read(result: Tensor) -> None:
+    """Touches every cache line."""
+    lines = result.view(-1).view(torch.uint8)
+    whole = lines[: lines.numel() // CACHE_LINE * CACHE_LINE]
+    whole.view(torch.int64)[:: CACHE_LINE // 8].sum()
 
 
 @cache

@@ -310,13 +310,15 @@ class EmbeddingCollection(Trained):
 
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
-        chosen = choose_params(self.spec, self.backend, device, self._given, self._trainer.update, self._batch_size)
-        self._choices = {
-            name: usable(chosen, partial(self._plans_with, name, device), self.kernels) for name in ID_DTYPES.values()
-        }
+        self._choices = {name: self._chosen(name, device) for name in ID_DTYPES.values()}
         return {
             dtype: self._trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
         }
+
+    def _chosen(self, id_dtype: str, device: torch.device) -> Choices:
+        update, batch = self._trainer.update, self._batch_size
+        chosen = choose_params(self.spec, self.backend, device, self._given, update, batch, id_dtype)
+        return usable(chosen, partial(self._plans_with, id_dtype, device), self.kernels)
 
     def _plans(self, id_dtype: str, device: torch.device) -> dict[str, Plan]:
         chosen = self._choices[id_dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,10 +43,16 @@ def check_batch_size(batch_size: object) -> None:
         )
 
 
+def cpu_hardware() -> Hardware:
+    """This machine's processor with as many cores as torch has threads: kernels run on its pool."""
+    cpu = this_cpu()
+    return replace(cpu, sizes=cpu.sizes | {"cores": min(cpu.sizes["cores"], torch.get_num_threads())})
+
+
 def hardware_of(backend: str, device: torch.device) -> Hardware | None:
     """What kernels of a backend run on; None on meta, where nothing runs, and for what is never tuned."""
     if backend == "cpu":
-        return this_cpu()
+        return cpu_hardware()
     if backend == "cuda" and device.type == "cuda":
         from embforge.device import hardware_facts
 
@@ -60,8 +67,9 @@ def choose_params(
     given: Mapping[str, Params | None],
     update: Update | None,
     batch_size: int | None,
+    id_dtype: str,
 ) -> Choices:
-    """What is given, else what the tuned stores say for this hardware, else the default."""
+    """What is given, else what the tuned stores say for this hardware and such ids in warm caches, else the default."""
     hardware, traffic = hardware_of(backend, device), usual_traffic(spec, batch_size)
 
     def choice(op: str, params: Params | None) -> Choice:
@@ -71,7 +79,7 @@ def choose_params(
             reason = "on meta nothing runs" if backend in TARGETS else f"nothing is tuned for {backend}"
             return Choice(params_type(backend, op)(), f"default: {reason}")
         rule = rule_named(update) if op == "backward" else None
-        return choose(op, backend, spec, hardware, rule=rule, traffic=traffic)
+        return choose(op, backend, spec, hardware, rule=rule, traffic=traffic, id_dtype=id_dtype)
 
     return {op: choice(op, params) for op, params in given.items()}
 

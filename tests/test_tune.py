@@ -8,16 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
+from tuner_doctor import Doctor
 
 import embforge as ef
 from embforge.codegen.cli.main import main
+from embforge.codegen.cli.tune import MODES
+from embforge.codegen.cli.tune import tune as tune_command
 from embforge.codegen.params import CpuParams
 from embforge.tuner.report_data import report_of
+from embforge.tuner.task import task_of
 from embforge.tuner.tune import tune
 
 SPEC = """
@@ -54,10 +60,19 @@ def told(*words: str) -> dict[str, Any]:
     return data
 
 
-def test_a_run_is_stored_used_by_a_fresh_process_and_gone_on_with(project: Path) -> None:
+def test_a_run_is_stored_used_by_a_fresh_process_and_gone_on_with(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of(ef.CollectionSpec.from_toml("spec.toml"), workloads=[WORKLOAD])
+    slow, other = (task.plan(params) for params in (task.default, replace(task.default, rows_unrolled=2)))
+    usual = os.environ["EMBFORGE_CACHE_DIR"]
+    monkeypatch.setenv("EMBFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    Doctor(usual, other).spoil(slow, "for (volatile int i = 0; i < 200000; ++i) {}")  # so that anything is faster
+
     first = told("--trials", "3", "--workload", WORKLOAD, "--store", "project", "--report", "out.html")
     assert first["finished"] == 3 and first["outcomes"]["timed"] == 3
     assert sum(first["seconds"].values()) > 0 and 0 < first["work_share"] <= 1
+    assert first["decision"]["ships"] and first["best"] != first["default"] and first["unstored"] == ""
     (stored,) = first["stored"]
     assert Path(stored).parent == project / "embforge-tuned"
     record = json.loads(Path(stored).read_text())["records"][0]
@@ -65,22 +80,22 @@ def test_a_run_is_stored_used_by_a_fresh_process_and_gone_on_with(project: Path)
     assert {"default", "duplicate"} < set(record["samples"]) and record["versions"]["compiler"]
     assert first["study"] in (project / "out.html").read_text()
 
-    # Whatever won here in three trials, what the store says is what a fresh process runs with.
-    record["params"] |= {"prefetch_bytes": 4096, "grain_bytes": 262144}
-    document = {"embforge_tuned": 1, "records": [record]}
-    Path(stored).write_text(json.dumps(document))
     text = "m = ef.EmbeddingCollection(ef.CollectionSpec.from_toml('spec.toml')); print(ef.explain(m))"
     command = [sys.executable, "-c", f"import embforge as ef; {text}"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "prefetch_bytes=4096, grain_bytes=262144" in shown and f"tuned on this hardware for {WORKLOAD}" in shown
+    assert f"tuned on this hardware for {WORKLOAD}" in shown
+    assert all(f"  {field} = {value}: " in shown for field, value in first["best"].items()), shown
 
     again = told("--trials", "2", "--workload", WORKLOAD, "--store", "none")
-    assert again["study"] == first["study"] and again["stored"] == []
+    assert again["study"] == first["study"] and again["stored"] == [] and Path(stored).exists()
     assert again["finished"] == 2 and sum(again["outcomes"].values()) == 5  # none of them twice
 
     shown_only = told("--trials", "0", "--workload", WORKLOAD)
     assert shown_only["finished"] == 0 and shown_only["outcomes"] == again["outcomes"]
     assert shown_only["decision"] == again["decision"] and shown_only["stored"] == []
+    lines = run("--trials", "0", "--workload", WORKLOAD).output.splitlines()
+    assert f"study: {first['study']} in sqlite:///{project / 'user' / 'studies.sqlite3'}" in lines
+    assert f"not stored: {shown_only['unstored']}" in lines
 
 
 def test_the_backward_is_tuned_for_its_rule(project: Path) -> None:
@@ -99,8 +114,10 @@ def test_the_backward_is_tuned_for_its_rule(project: Path) -> None:
     assert report.anchor == "the baseline" and "(adagrad)" in report.title
     assert report.trials[0].params["threads"] == 1 and report.trials[0].params["prefetch_bytes"] == 0
     assert "--train adagrad" in report.command and "--baseline threads=1" in report.command
-    (record,) = result.records
-    assert record.key.op == "backward" and record.key.rule == "adagrad" and result.paths[0].parent == project / "user"
+    key = result.task.key(WORKLOAD)
+    assert (key.op, key.rule) == ("backward", "adagrad") and all(record.key == key for record in result.records)
+    assert [path.parent for path in result.paths] == [project / "user"] * len(result.records)
+    assert bool(result.unstored) != bool(result.paths)
     assert [type(event).__name__ for event in events][:2] == ["Started", "Building"]
     assert type(events[-1]).__name__ == "Racing"
 
@@ -126,7 +143,11 @@ def test_without_a_gpu_cuda_is_refused_and_estimated(project: Path) -> None:
     assert found["estimate"] is True and "never a time" in found["formula"]
     assert [row["rank"] for row in found["rows"]] == list(range(1, len(found["rows"]) + 1))
     assert Path(found["file"]).parent == project / "user" / "estimates"
-    shown = run("--on", "cuda", "--static", "--trials", "2", "--workload", WORKLOAD).output
+    Path(found["file"]).unlink()
+    unkept = ["--on", "cuda", "--static", "--trials", "2", "--workload", WORKLOAD, "--store", "none"]
+    assert told(*unkept)["file"] is None
+    shown = run(*unkept).output
+    assert not list((project / "user" / "estimates").iterdir())
     assert "Estimate, no measurement" in shown and "an estimate: nothing that runs uses it" in shown.replace("\n", " ")
     module = ef.EmbeddingCollection(ef.CollectionSpec.from_toml("spec.toml"))
     assert "no store has a tuned forward" in module.choices()["forward"].why
@@ -139,6 +160,10 @@ def test_without_a_gpu_cuda_is_refused_and_estimated(project: Path) -> None:
         (["--list", "--static", "--on", "cuda"], "give one of them"),
         (["--arch", "sm_90"], "--arch works with"),
         (["--list", "--report", "x.html"], "--report shows measured trials"),
+        (["--report", "nowhere/x.html"], "there is no folder nowhere"),
+        (["--static", "--on", "cuda", "--store", "project"], "--store user, or none"),
+        (["--static", "--on", "cuda", "--trials", "0"], "--trials from 1"),
+        (["--list", "--trials", "0"], "--trials does nothing with --list"),
         (["--static", "--on", "cuda", "--workload", "uniform", "--workload", "zipf:1"], "takes one --workload"),
         (["--budget", "3"], "did you mean 3s or 3m?"),
         (["--budget", "0s"], "no time at all"),
@@ -155,6 +180,43 @@ def test_what_is_wrong_is_said_before_anything_runs(project: Path, words: list[s
     result = run(*words)
     assert result.exit_code in (2, 3) and says in result.output, result.output
     assert "Traceback" not in result.output and not (project / "user").exists()
+
+
+GIVEN = {
+    "--on": ["cuda"],
+    "--train": ["sgd"],
+    "--workload": [WORKLOAD],
+    "--budget": ["3m"],
+    "--trials": ["3"],
+    "--baseline": ["threads=1"],
+    "--cache": ["warm"],  # also what is so by default does nothing
+    "--ids": ["int64"],
+    "--seed": ["0"],
+    "--store": ["user"],
+    "--storage": ["studies.sqlite3"],
+}
+MODE_WORDS = {"--list": ["--list"], "--static": ["--static", "--on", "cuda"], "--trials 0": ["--trials", "0"]}
+
+
+def test_the_table_of_modes_names_every_option() -> None:
+    options = {param.opts[0] for param in tune_command.params if isinstance(param, click.Option)}
+    assert {option for takes in MODES.values() for option in takes} == options - {"--list", "--static", "--json"}
+    assert MODES.keys() == {*MODE_WORDS, "a measured run"}
+    assert options - GIVEN.keys() == {"--list", "--static", "--json", "--report", "--arch"}  # these are checked above
+
+
+@pytest.mark.parametrize("mode", MODE_WORDS)
+def test_an_option_that_would_do_nothing_is_refused(project: Path, mode: str) -> None:
+    own = set(MODE_WORDS[mode])
+    idle = {option: words for option, words in GIVEN.items() if option not in {*MODES[mode], *own}}
+    assert idle
+    for option, words in idle.items():
+        result = run(*MODE_WORDS[mode], option, *words)
+        assert result.exit_code == 2, (option, result.output)
+        assert f"Error: {option} does nothing with {mode}, which takes {', '.join(MODES[mode])}\n" in result.output
+    together = run(*MODE_WORDS[mode], *(word for option, words in idle.items() for word in [option, *words]))
+    assert f"Error: {', '.join(idle)} do nothing with {mode}" in together.output and together.exit_code == 2
+    assert not (project / "user").exists()
 
 
 def test_an_interrupted_command_says_how_to_go_on(project: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which tuned result answers: precedence of stores, exact before nearest, the limit, and what must be equal."""
+"""Which tuned result answers: precedence of stores, exact before nearest, the limit, what must be equal."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, write_spec
+from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, this_machine, write_spec
 
 from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.training import update_named
 from embforge.codegen.tuned import stores
 from embforge.codegen.tuned.choose import LIMIT, Choice, choose
-from embforge.codegen.tuned.hardware import any_cpu, any_gpu, gpu_hardware, this_cpu
+from embforge.codegen.tuned.hardware import any_cpu, any_gpu, gpu_hardware
 from embforge.codegen.tuned.record import Traffic
-from embforge.codegen.tuned.shape import digest_of, file_name, rule_named, shape_of, usual_traffic
+from embforge.codegen.tuned.shape import USUAL_BATCH, digest_of, file_name, rule_named, shape_of, usual_traffic
 from embforge.tuner.store import save
+from embforge.tuner.workload import Workload
 
+KNOWN = Traffic(2048)
+UNKNOWN_BATCH = "the module's batch is not known (batch_size= says it)"
 SHOWN = "1.23x the default (95 %: 1.20 to 1.26), noise floor 0.8 %"
 
 
@@ -34,20 +37,23 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ask(spec: CollectionSpec = SPEC, **given: Any) -> Choice:
-    return choose("forward", "cpu", spec, given.pop("hardware", this_cpu()), **given)
+    return choose("forward", "cpu", spec, given.pop("hardware", this_machine()), **given)
 
 
 def test_nothing_tuned_is_the_default() -> None:
     choice = ask()
     assert choice == Choice(CpuParams(), "default: no store has a tuned forward for cpu", None, None)
-    assert choose("forward", "simt", SPEC, this_cpu()).why == "default: nothing is tuned for simt"
+    assert choose("forward", "simt", SPEC, this_machine()).why == "default: nothing is tuned for simt"
 
 
 def test_an_exact_match_says_on_what_evidence() -> None:
     path = save(record_of(), "user")
-    choice = ask()
+    choice = ask(traffic=KNOWN)
     assert choice.params == FAST and choice.path == path and choice.record == record_of()
     assert choice.why == f"tuned on this hardware for zipf:1.05,batch=2048: {SHOWN}; store: user"
+    assert ask().params == FAST and ask().why == f"{choice.why}; {UNKNOWN_BATCH}"
+    save(record_of(traffic=Traffic()), "project")
+    assert ask().why.endswith("store: project")  # a batch would not tell more
 
 
 def test_the_default_may_be_what_is_best() -> None:
@@ -62,7 +68,7 @@ def test_project_goes_before_user_before_shipped(tmp_path: Path) -> None:
         save(
             record_of(params, created=f"{year}-01-01T00:00:00Z"), tmp_path / "shipped" if store == "shipped" else store
         )
-        choice = ask()
+        choice = ask(traffic=KNOWN)
         assert choice.params == params and choice.why.endswith(f"store: {store}")
 
 
@@ -86,26 +92,89 @@ def test_exact_before_nearest_whatever_the_store() -> None:
 def test_the_nearest_over_all_stores() -> None:
     save(record_of(FASTER, scaled(SPEC, 4)), "project")
     save(record_of(FAST, scaled(SPEC, 2)), "user")
-    choice = ask()
+    choice = ask(traffic=KNOWN)
     assert choice.params == FAST
     assert choice.why == (
-        f"nearest tuned result, distance 1 (for zipf:1.05,batch=2048 on {this_cpu().name} with table_bytes x2): "
-        f"{SHOWN}; store: user"
+        "taken from the nearest tuned result, distance 1 (for zipf:1.05,batch=2048 on "
+        f"{this_machine().name} with table_bytes x2): {SHOWN}; store: user"
     )
 
 
-def test_at_equal_distance_the_project_then_the_newest() -> None:
-    for batch, params, day in ((2048, FAST, 1), (4096, FASTER, 2), (8192, FAST, 1)):  # of a batch that nobody asks for
-        save(record_of(params, scaled(SPEC, 2), traffic=Traffic(batch), created=f"2026-01-0{day}T00:00:00Z"), "user")
-    assert ask().params == FASTER
-    save(record_of(FAST, scaled(SPEC, 2)), "project")
+@pytest.mark.parametrize("spec", [SPEC, scaled(SPEC, 2)], ids=["exact", "nearest"])
+def test_of_equals_the_project_then_the_usual_batch_then_the_newest(spec: CollectionSpec) -> None:
+    for number, (batch, params) in enumerate(
+        [(8192, FASTER), (2048, FAST), (1024, FASTER), (16, FASTER), (None, FASTER)]
+    ):
+        save(record_of(params, spec, traffic=Traffic(batch), created=f"2026-01-0{1 + number}T00:00:00Z"), "user")
     assert ask().params == FAST
+    save(record_of(FASTER, spec, traffic=Traffic(2048, 1), created="2026-01-09T00:00:00Z"), "user")
+    assert ask().params == FASTER  # as usual, and newer
+    save(record_of(FAST, spec, traffic=Traffic(16)), "project")
+    assert ask().params == FAST
+
+
+def test_the_usual_batch_is_that_of_a_workload() -> None:
+    assert Workload().batch == USUAL_BATCH
+
+
+def test_warm_and_cold_do_not_answer_for_each_other() -> None:
+    save(record_of(FAST, cache="cold"), "user")
+    assert ask().why == (
+        "default: no tuned forward has these dtypes, poolings and rule on this kind of hardware with warm caches"
+    )
+    assert ask(cache="cold").params == FAST
+    save(record_of(FASTER), "user")
+    assert ask().params == FASTER and ask(cache="cold").params == FAST
+
+
+def test_other_ids_are_a_doubling_away() -> None:
+    save(record_of(FAST, id_dtype="int32"), "user")
+    assert ask(id_dtype="int32", traffic=KNOWN).why.startswith("tuned on this hardware")
+    choice = ask(traffic=KNOWN)
+    assert choice.params == FAST
+    assert choice.why.startswith("taken from the nearest tuned result, distance 1 (") and "id_bytes x0.5" in choice.why
+    save(record_of(FASTER), "user")
+    assert ask().params == FASTER and ask(id_dtype="int32").params == FAST
+    assert ask(scaled(SPEC, 4), id_dtype="int32").params == FAST  # at distance 2; the other is at 2.2
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_threads_hold_only_where_they_were_measured(op: str) -> None:
+    rest: Any = FAST if op == "forward" else FAST_BACKWARD
+    rule = None if op == "forward" else "none"
+    save(record_of(replace(rest, threads=2), op=op, rule=rule), "user")
+
+    def asked(spec: CollectionSpec = SPEC, batch: int | None = 2048) -> Choice:
+        return choose(op, "cpu", spec, this_machine(), rule=rule, traffic=Traffic(batch))
+
+    left = "threads left to torch: 2 holds only where it was measured"
+    assert asked().params == replace(rest, threads=2) and "threads" not in asked().why
+    for spec, batch, note in (
+        (SPEC, None, f"{UNKNOWN_BATCH}; {left}"),
+        (SPEC, 4096, left),
+        (scaled(SPEC, 2), 2048, left),
+    ):
+        choice = asked(spec, batch)
+        assert choice.params == rest and choice.why.endswith(f"; store: user; {note}")
+        assert choice.record is not None and choice.record.params["threads"] == 2
+
+
+def test_where_nothing_is_left_the_default_says_so() -> None:
+    save(record_of(CpuParams(threads=1)), "user")
+    choice = ask()
+    assert choice.params == CpuParams()
+    assert choice.why == (
+        f"default: nothing but threads differs in what is tuned on this hardware for zipf:1.05,batch=2048: {SHOWN}; "
+        f"store: user; {UNKNOWN_BATCH}; threads left to torch: 1 holds only where it was measured"
+    )
 
 
 def test_the_limit() -> None:
     save(record_of(FAST, scaled(SPEC, 4)), "user")
     assert LIMIT == 2.0 and ask().params == FAST
-    choice = ask(hardware=replace(this_cpu(), sizes={**this_cpu().sizes, "cores": 2 * this_cpu().sizes["cores"]}))
+    choice = ask(
+        hardware=replace(this_machine(), sizes={**this_machine().sizes, "cores": 2 * this_machine().sizes["cores"]})
+    )
     assert choice.params == CpuParams() and choice.record is None
     assert choice.why.startswith(
         "default: no tuned result within distance 2 (nearest: 2.2; for zipf:1.05,batch=2048 on"
@@ -131,7 +200,7 @@ def test_what_changes_the_code_must_be_equal(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vendor", "family", "model", "simd"])
 def test_another_processor_is_no_neighbour(name: str) -> None:
-    cpu = this_cpu()
+    cpu = this_machine()
     save(record_of(hardware=replace(cpu, identity={**cpu.identity, name: "other"})), "user")
     assert ask().params == CpuParams()
 
@@ -140,7 +209,7 @@ def test_rules_of_a_backward_must_be_equal() -> None:
     save(record_of(FAST_BACKWARD, op="backward", rule="adam"), "user")
 
     def backward(rule: str | None) -> Any:
-        return choose("backward", "cpu", SPEC, this_cpu(), rule=rule).params
+        return choose("backward", "cpu", SPEC, this_machine(), rule=rule).params
 
     assert backward("adam") == FAST_BACKWARD and backward("adam+l2") == backward(None) == CpuBackwardParams()
     save(record_of(FAST_BACKWARD, op="backward", rule="none"), "user")
@@ -165,11 +234,10 @@ def test_a_better_known_traffic_is_preferred() -> None:
 
 
 def test_kernels_for_another_machine_take_what_its_arch_allows() -> None:
-    far = replace(this_cpu(), identity={"vendor": "ARM", "family": "8", "model": "0xd4f", "simd": "neon"}, sizes={})
+    far = replace(this_machine(), identity={"vendor": "ARM", "family": "8", "model": "0xd4f", "simd": "neon"}, sizes={})
     save(record_of(FAST, hardware=far), "user")
     assert choose("forward", "cpu", SPEC, any_cpu("neon")).params == FAST
     assert choose("forward", "cpu", SPEC, any_cpu("generic")).params == CpuParams()
-    assert any_cpu(this_cpu().identity["simd"]) == this_cpu()
     fast, gpu = CudaParams(block=512), gpu_hardware({"name": "G", "arch": "sm_90", "multiprocessors": 132})
     save(record_of(fast, target="cuda", hardware=gpu), "user")
     assert choose("forward", "cuda", SPEC, any_gpu("sm_90")).params == fast
@@ -194,6 +262,7 @@ def test_the_digest_has_buckets_and_no_names() -> None:
         replace(key, op="backward", rule="none"),
         replace(key, rule="x"),
     ]
+    other += [replace(key, id_dtype="int32"), replace(key, cache="cold")]
     other += [replace(key, hardware=replace(key.hardware, sizes={"cores": 64}))]
     assert {digest_of(one) for one in same} == {digest_of(key)}
     assert len({digest_of(one) for one in (key, *other)}) == 1 + len(other)
@@ -223,7 +292,7 @@ def test_rules_by_name() -> None:
 
 
 def test_this_machine() -> None:
-    cpu = this_cpu()
+    cpu = this_machine()
     assert cpu.kind == "cpu" and set(cpu.identity) == {"vendor", "family", "model", "simd"} and cpu.sizes["cores"] >= 1
     assert all(size > 0 for size in cpu.sizes.values())
     assert set(cpu.sizes) <= {"cores", "l1_bytes", "l2_bytes", "l3_bytes"}

@@ -80,8 +80,19 @@ def test_show_by_id_and_by_file() -> None:
         assert (
             "2 of best, median 100.5 µs a call" in text and "rows of 66 bytes: 64" in text and "embforge 0.1.0" in text
         )
-        assert "batch 2048, bag length 1, skew 1.05" in text
+        assert "batch 2048, bag length 1, skew 1.05" in text and "int64 ids, warm caches" in text
     assert run_json("tuned", "show", ID)["samples"]["best"] == [1e-4, 1.01e-4]
+
+
+def test_ls_and_show_tell_ids_and_caches() -> None:
+    save(record_of(), "user")
+    usual = run("tuned", "ls").stdout
+    assert "int64" not in usual and "warm" not in usual
+    path = save(record_of(id_dtype="int32", cache="cold"), "user")
+    assert "forward cpu int32 cold" in " ".join(run("tuned", "ls").stdout.replace("│", " ").split())
+    lines = run_json("tuned", "ls")["results"]
+    assert {(line["id_dtype"], line["cache"]) for line in lines} == {("int64", "warm"), ("int32", "cold")}
+    assert "int32 ids, cold caches" in run("tuned", "show", path).stdout
 
 
 def test_wrong_names_teach(tmp_path: Path) -> None:
@@ -129,7 +140,8 @@ def test_gen_emits_what_a_module_here_runs(tmp_path: Path) -> None:
     answer = run_json(*words, tmp_path / "a", "--tuned")
     loaded = EmbeddingCollection(type(SPEC).from_toml(spec))
     assert [kernel["uri"] for kernel in answer["kernels"]] == [loaded.plan().uri]
-    assert loaded.plan().params == FAST and "forward: tuned on this hardware for" in answer["tuned"][0]
+    assert loaded.plan().params == FAST and "the module's batch is not known" in answer["tuned"][0]
+    assert "forward: tuned on this hardware for" in answer["tuned"][0]
     large = run_json(*words, tmp_path / "b", "--tuned", "--batch-size", "4096", "--train", "sgd")
     params = {kernel["op"]: kernel["params"]["prefetch_bytes"] for kernel in large["kernels"]}
     assert params["forward"] == params["forward_train"] == 4096 and len(large["tuned"]) == 2
@@ -137,6 +149,19 @@ def test_gen_emits_what_a_module_here_runs(tmp_path: Path) -> None:
     assert "tuned on this hardware" in run(*words, tmp_path / "c", "--tuned").stdout
     plain = run_json(*words, tmp_path / "d")
     assert plain["kernels"][0]["params"]["prefetch_bytes"] == CpuParams().prefetch_bytes and "tuned" not in plain
+
+
+def test_gen_chooses_for_each_type_of_ids(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path / "mine.toml")
+    save(record_of(FAST), "user")
+    save(record_of(FASTER, id_dtype="int32"), "user")
+    words = ("gen", spec, "--target", "cpu", "--sources-only", "--tuned", "--ids", "both", "--out", tmp_path / "a")
+    answer = run_json(*words)
+    loaded = EmbeddingCollection(type(SPEC).from_toml(spec))
+    assert {kernel["uri"] for kernel in answer["kernels"]} == {loaded.plan(ids).uri for ids in ("int64", "int32")}
+    assert {k["id_dtype"]: k["params"]["prefetch_bytes"] for k in answer["kernels"]} == {"int64": 1024, "int32": 4096}
+    for line, ids in zip(answer["tuned"], ("int64", "int32"), strict=True):
+        assert f" forward of {ids} ids: tuned on this hardware" in line
 
 
 def test_gen_for_other_archs_says_what_it_took(tmp_path: Path) -> None:
@@ -147,7 +172,7 @@ def test_gen_for_other_archs_says_what_it_took(tmp_path: Path) -> None:
     answer = run_json(*words, "--out", tmp_path / "a")
     assert {kernel["arch"]: kernel["params"]["block"] for kernel in answer["kernels"]} == {"sm_90": 512, "sm_80": 256}
     assert answer["tuned"][0].startswith(
-        "sm_90 forward: nearest tuned result, distance 0 (for zipf:1.05,batch=2048 on G"
+        "sm_90 forward: taken from the nearest tuned result, distance 0 (for zipf:1.05,batch=2048 on G"
     )
     assert answer["tuned"][1].startswith("sm_80 forward: default: no tuned forward has these")
     simt = run_json("gen", spec, "--target", "simt", "--sources-only", "--tuned", "--out", tmp_path / "b")

@@ -7,23 +7,27 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, write_spec
+from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, this_machine, write_spec
 
 import embforge as ef
 from embforge import parameters
 from embforge.codegen.cli.gen import emit
+from embforge.codegen.cli.tuned_plans import hardware_for
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams, ReferenceParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.tuned.hardware import this_cpu
 from embforge.codegen.tuned.record import Traffic
 from embforge.tuner.store import save
+from embforge.tuner.task import task_of
 
 IDS, OFFSETS = torch.tensor([3, 1, 499, 0, 7, 7]), torch.tensor([0, 2, 3, 5, 6])
 TUNED = "tuned on this hardware for zipf:1.05,batch=2048: 1.23x the default (95 %: 1.20 to 1.26), noise floor 0.8 %"
@@ -118,7 +122,9 @@ def test_batch_size_chooses_and_is_checked() -> None:
     save(record_of(FAST, traffic=Traffic(64), created="2030-01-01T00:00:00Z"), "user")
     save(record_of(FASTER, traffic=Traffic(4096)), "user")
     assert module_of(batch_size=100).plan().params == FAST and module_of(batch_size=5000).plan().params == FASTER
-    assert module_of().plan().params == FAST  # the newest
+    assert module_of().plan().params == FASTER  # nearer to the usual batch, though not the newest
+    for module, is_known in ((module_of(), False), (module_of(batch_size=5000), True)):
+        assert ("the module's batch is not known (batch_size= says it)" in ef.explain(module)) != is_known
     for wrong in (0, -1, 2.0, True, "many"):
         with pytest.raises(ValueError, match=r"batch_size=.* is not allowed; allowed: a whole number from 1"):
             module_of(batch_size=wrong)
@@ -173,7 +179,7 @@ def test_a_directory_of_kernels_decides_whether_a_tuned_one_is_used(
     module = module_of(kernels=kernels)
     assert module.plan() == default and module.plan("int32").params == FAST  # of which there is neither
     why = f"default: {kernels} and the cache have no kernel for what is {TUNED}; store: user"
-    assert module.choices()["forward"].why == why and why in ef.explain(module)
+    assert module.choices()["forward"].why.startswith(why) and why in ef.explain(module)
     monkeypatch.setenv("EMBFORGE_KERNELS", str(kernels))
     monkeypatch.setenv("EMBFORGE_JIT", "0")
     assert module_of().plan() == default and module_of().plan("int32").params == CpuParams()
@@ -214,5 +220,60 @@ def test_nothing_is_located_unless_it_must_be(monkeypatch: pytest.MonkeyPatch, t
 def test_the_nearest_result_serves_a_similar_spec() -> None:
     save(record_of(FAST), "user")
     choice = module_of(scaled(SPEC, 2)).choices()["forward"]
-    assert choice.params == FAST and choice.why.startswith("nearest tuned result, distance 1 (")
+    assert choice.params == FAST and choice.why.startswith("taken from the nearest tuned result, distance 1 (")
     assert module_of(scaled(SPEC, 100)).plan().params == CpuParams()
+
+
+def test_each_type_of_ids_has_its_own_choice() -> None:
+    save(record_of(FAST), "user")
+    nearest = module_of().choices("int32")["forward"]
+    assert nearest.params == FAST and "with id_bytes x2" in nearest.why
+    save(record_of(FASTER, id_dtype="int32"), "user")
+    save(record_of(CpuParams(), cache="cold", created="2030-01-01T00:00:00Z"), "project")  # which no module asks for
+    module = module_of()
+    assert module.plan().params == FAST and module.plan("int32").params == FASTER
+    assert "parameters: prefetch_bytes=4096; tuned on" in ef.explain(module, "int32")
+    assert torch.equal(module(IDS, OFFSETS), module(IDS.int(), OFFSETS.int()))
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine of two cores, of which torch may use as many as it says."""
+    cpu = this_cpu()
+    monkeypatch.setattr(parameters, "this_cpu", lambda: replace(cpu, sizes={**cpu.sizes, "cores": 2}))
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_cores_that_torch_may_not_use_do_not_count() -> None:
+    torch.set_num_threads(2)
+    save(record_of(replace(FAST, threads=2)), "user")
+    both = module_of(batch_size=2048).choices()["forward"]
+    assert both.params == replace(FAST, threads=2) and both.why.startswith("tuned on this hardware")
+    torch.set_num_threads(1)
+    one = module_of(batch_size=2048).choices()["forward"]
+    assert one.params == FAST and one.why.startswith("taken from the nearest tuned result, distance 1 (")
+    assert "cores x2" in one.why and "threads left to torch: 2 holds only" in one.why
+    torch.set_num_threads(4)
+    assert this_machine().sizes["cores"] == 2
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tuner_modules_and_gen_see_the_same_machine(threads: int) -> None:
+    torch.set_num_threads(threads)
+    task = task_of(SPEC, id_dtype="int32", cache="cold")
+    assert task.hardware == hardware_for("cpu", task.arch) == this_machine()
+    assert task.hardware.sizes["cores"] == threads and hardware_for("cpu", "other").sizes == {}
+    key = task.key("uniform,batch=64")
+    assert (key.id_dtype, key.cache, key.hardware, key.traffic.batch) == ("int32", "cold", task.hardware, 64)
+
+
+def test_a_search_begins_with_results_for_its_ids_and_caches() -> None:
+    large, small = CpuParams(grain_bytes=262144), CpuParams(grain_bytes=16384)
+    save(record_of(large, traffic=Traffic(2048)), "user")
+    save(record_of(small, traffic=Traffic(2048), id_dtype="int32", cache="cold"), "user")
+    assert task_of(SPEC).seeds()[1:] == task_of(SPEC, id_dtype="int32").seeds()[1:] == [large]
+    assert task_of(SPEC, cache="cold").seeds()[1:] == [small]

@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples
-from tuned_records import FAST, FASTER, SPEC, record_of, scaled
+from tuned_records import FAST, FASTER, SPEC, record_of, scaled, this_machine
 
 from embforge.codegen.errors import TunedError
 from embforge.codegen.params import CudaParams, Params, params_type
 from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.document import records_from, to_json
-from embforge.codegen.tuned.hardware import this_cpu
 from embforge.codegen.tuned.record import Gain, Hardware, Record, Shape, Traffic
 from embforge.codegen.tuned.shape import file_name
 from embforge.codegen.tuned.stores import Problem, read_file, read_stores, user_dir
@@ -90,6 +89,14 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no time zone": (damaged(lambda r: r.update(created="2026-01-31T12:00:00")), "created='2026-01-31T12:00:00'"),
     "another op": (damaged(lambda r: r["key"].update(op="reduce")), "key.op='reduce' is not allowed; allowed: forward"),
     "another target": (damaged(lambda r: r["key"].update(target="simt")), "key.target='simt'"),
+    "other ids": (
+        damaged(lambda r: r["key"].update(id_dtype="int16")),
+        "key.id_dtype='int16' is not allowed; allowed: ",
+    ),
+    "other caches": (
+        damaged(lambda r: r["key"].update(cache="mild")),
+        "key.cache='mild' is not allowed; allowed: warm",
+    ),
     "a forward with a rule": (damaged(lambda r: r["key"].update(rule="sgd")), "key.rule='sgd'"),
     "another kind of hardware": (damaged(lambda r: r["key"]["hardware"].update(kind="gpu")), "hardware.kind='gpu'"),
     "an unknown plan field": (damaged(lambda r: r["params"].update(speed=9)), "plan field 'speed' does not exist"),
@@ -107,23 +114,23 @@ def test_a_bad_file_is_named_and_skipped(name: str, user: Path) -> None:
     (user / FILE).write_bytes(text)
     save(record_of(FASTER, scaled(SPEC, 2)), "user")
     with pytest.warns(RuntimeWarning, match="tuned results: skipped") as caught:
-        choice = choose("forward", "cpu", SPEC, this_cpu())
+        choice = choose("forward", "cpu", SPEC, this_machine())
     assert choice.params == FASTER  # the good one beside it
     assert str(user / FILE) in str(caught[0].message) and wanted in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once a file
-        choose("forward", "cpu", SPEC, this_cpu())
+        choose("forward", "cpu", SPEC, this_machine())
     assert [problem.path for problem in read_stores()[1]] == [user / FILE]
 
 
 def test_a_mended_file_counts_at_once(user: Path) -> None:
     (user / FILE).write_text("{")
     with pytest.warns(RuntimeWarning, match="not JSON"):
-        choose("forward", "cpu", SPEC, this_cpu())
+        choose("forward", "cpu", SPEC, this_machine())
     save(record_of(), "user")
-    assert choose("forward", "cpu", SPEC, this_cpu()).params == FAST
+    assert choose("forward", "cpu", SPEC, this_machine()).params == FAST
     remove(read_stores()[0][0])
-    assert choose("forward", "cpu", SPEC, this_cpu()).record is None
+    assert choose("forward", "cpu", SPEC, this_machine()).record is None
 
 
 def test_directories_that_cannot_be_read(user: Path) -> None:
@@ -132,7 +139,7 @@ def test_directories_that_cannot_be_read(user: Path) -> None:
     user.write_text("a file")
     Path("embforge-tuned").symlink_to("embforge-tuned")
     with pytest.warns(RuntimeWarning, match="cannot be read") as caught:
-        assert choose("forward", "cpu", SPEC, this_cpu()).record is None
+        assert choose("forward", "cpu", SPEC, this_machine()).record is None
     assert len(caught) == 2 and {problem.path.name for problem in read_stores()[1]} == {"user", "embforge-tuned"}
 
 
@@ -160,7 +167,7 @@ def test_a_removed_current_directory_is_no_failure(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     save(record_of(), "user")
-    assert choose("forward", "cpu", SPEC, this_cpu()).params == FAST
+    assert choose("forward", "cpu", SPEC, this_machine()).params == FAST
 
 
 def test_where_the_user_store_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,6 +186,12 @@ def test_saving_replaces_one_of_the_same_meaning(user: Path) -> None:
     second = save(record_of(FASTER, traffic=Traffic(2100, 1.2, 1.0)), "user")
     assert first == second and read_file(first) == record_of(FASTER, traffic=Traffic(2100, 1.2, 1.0))
     assert [path.name for path in user.iterdir()] == [FILE]
+
+
+def test_other_ids_and_caches_replace_nothing() -> None:
+    several = [record_of(FAST, id_dtype=ids, cache=cache) for ids in ("int64", "int32") for cache in ("warm", "cold")]
+    paths = [save(record, "user") for record in several]
+    assert len(set(paths)) == 4 and [read_file(path) for path in paths] == several
 
 
 def test_what_could_not_be_read_back_is_not_written(user: Path) -> None:
@@ -248,6 +261,8 @@ def records(draw: st.DrawFn) -> Record:
         rule=None if op == "forward" else draw(text),
         hardware=Hardware(kind, draw(text), draw(st.dictionaries(text, text)), draw(st.dictionaries(text, sizes))),
         traffic=Traffic(*draw(st.tuples(numbers, numbers, numbers))),
+        id_dtype=draw(st.sampled_from(["int64", "int32"])),
+        cache=draw(st.sampled_from(["warm", "cold"])),
         workload=draw(text),
         gain=Gain(median, low, high),
         noise_floor=draw(st.floats(0, 1)),
@@ -281,9 +296,9 @@ def test_no_garbage_makes_choosing_fail(data: st.DataObject) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in ("forward", "backward"):
-            choice = choose(op, "cpu", SPEC, this_cpu(), traffic=Traffic(0, 0.5, 2))
+            choice = choose(op, "cpu", SPEC, this_machine(), traffic=Traffic(0, 0.5, 2))
             assert type(choice.params) is params_type("cpu", op) and choice.why
-            assert type(choose(op, "cuda", SPEC, this_cpu()).params) is params_type("cuda", op)
+            assert type(choose(op, "cuda", SPEC, this_machine()).params) is params_type("cuda", op)
 
 
 def test_tuples_survive_json() -> None:

@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock, Timeout
+from tuner_doctor import CRASH, HANG, WRONG, Doctor
 
 from embforge.codegen import build as building
 from embforge.codegen import cache
-from embforge.codegen.build import build, source_of
-from embforge.codegen.machine import find_compiler, host_isa
+from embforge.codegen.build import source_of
+from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuBackwardParams, CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.signature import arguments_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import target_named
 from embforge.codegen.training import update_named
@@ -38,7 +36,7 @@ from embforge.tuner.ledger import STARTING, TIMING, VERIFYING, WAITING
 from embforge.tuner.messages import Board, GoOn, MayITime, Ready, Screen, Setup, TakeAnchor
 from embforge.tuner.outcome import CompileFailed, LaunchFailed, Timed, TimedOut, WrongAnswer
 from embforge.tuner.questions import ask, difference
-from embforge.tuner.worker import FEW_ROUNDS, Worker
+from embforge.tuner.worker import HOPELESS, Worker
 
 SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")
 WEIGHTED = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t", weighted=True)], name="weighted")
@@ -58,90 +56,13 @@ def plan_of(params: Params | None = None, spec: CollectionSpec = SPEC, op: str =
 ANCHOR, GOOD = plan_of(), plan_of(CpuParams(prefetch_bytes=0))
 BAD = plan_of(CpuParams(prefetch_bytes=1024))
 
-LIBRARY = """
-#include <cstdint>
-#include <cstdlib>
-#include <dlfcn.h>
-
-template <typename Function> Function real(const char* entry) {
-    return reinterpret_cast<Function>(dlsym(dlopen("%(real)s", RTLD_NOW), entry));
-}
-
-extern "C" int64_t %(uri)s_workspace(int64_t batch, int64_t num_values, int64_t threads) {
-    return real<int64_t (*)(int64_t, int64_t, int64_t)>("%(real_uri)s_workspace")(batch, num_values, threads);
-}
-
-extern "C" int64_t %(uri)s_count_words(const int64_t* words) {
-    return real<int64_t (*)(const int64_t*)>("%(real_uri)s_count_words")(words);
-}
-
-extern "C" int64_t %(uri)s_words(const int64_t* words) {
-    static int64_t calls = 0;
-    ++calls;
-%(arguments)s
-    %(before)s
-    const int64_t status = real<int64_t (*)(const int64_t*)>("%(real_uri)s_words")(words);
-    %(after)s
-    return status;
-}
-"""
-CRASH = "*static_cast<volatile int*>(nullptr) = 1;"
-HANG = "for (volatile bool forever = true; forever;) {}"
-WRONG = "if (batch > 0) reinterpret_cast<float*>(pooled)[0] = 12345;"
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Puts kernels into a cache of its own."""
-
-    usual_cache: str
-
-    def cure(self, plan: Plan) -> Path:
-        """The real kernel, compiled once for all runs of the tests."""
-        ours = os.environ["EMBFORGE_CACHE_DIR"]
-        os.environ["EMBFORGE_CACHE_DIR"] = self.usual_cache
-        try:
-            binary = build(plan).binary
-        finally:
-            os.environ["EMBFORGE_CACHE_DIR"] = ours
-        copy = Path(ours) / binary.parent.relative_to(self.usual_cache)
-        if not copy.exists():  # or a loaded library would be overwritten
-            shutil.copytree(binary.parent, copy)
-        return copy / binary.name
-
-    def spoil(self, plan: Plan, before: str = "", after: str = "", *, like: Plan = ANCHOR) -> Plan:
-        """A kernel for the plan that computes by that of another one, with something done before and after."""
-        real = self.cure(like)
-        names = [argument.name for argument in arguments_of("cpu", plan.op)]
-        text = LIBRARY % {
-            "uri": plan.uri,
-            "real": real,
-            "real_uri": like.uri,
-            "arguments": "\n".join(
-                f"    [[maybe_unused]] const int64_t {name} = words[{i}];" for i, name in enumerate(names)
-            ),
-            "before": before,
-            "after": after,
-        }
-        recipe = building._recipe(plan, target_named("cpu"), source_of(plan))
-        shutil.rmtree(cache.entry_dir(recipe), ignore_errors=True)  # what another test put there
-        cache.fetch(replace(recipe, compile=lambda source: _compiled(text, source.parent)))
-        return plan
-
-
-def _compiled(text: str, folder: Path) -> bytes:
-    source, library = folder / "doctored.cpp", folder / "doctored.so"
-    source.write_text(text)
-    subprocess.run([*find_compiler().command, "-shared", "-fPIC", "-O0", str(source), "-o", str(library)], check=True)
-    return library.read_bytes()
-
 
 @pytest.fixture(scope="module")
 def doctor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doctor]:
     with pytest.MonkeyPatch.context() as patch:
         usual = os.environ["EMBFORGE_CACHE_DIR"]
         patch.setenv("EMBFORGE_CACHE_DIR", str(tmp_path_factory.mktemp("doctored")))
-        yield Doctor(usual)
+        yield Doctor(usual, ANCHOR)
 
 
 # ---- The judge and its process ------------------------------------------------------------------------------------
@@ -178,7 +99,7 @@ def assert_good_is_timed(judge: BenchJudge) -> None:
     outcome = judge.screen(GOOD)
     assert isinstance(outcome, Timed), outcome
     paired = outcome.workloads[WORKLOAD]
-    assert len(paired.candidate) == len(paired.anchor) >= FEW_ROUNDS
+    assert len(paired.candidate) == len(paired.anchor) >= HOPELESS[0][0]
     assert 0 < outcome.score < 10
 
 

@@ -28,7 +28,7 @@ from embforge.codegen.plan import Plan
 from embforge.tuner import claims, ledger, replay, study
 from embforge.tuner.claims import LEASE_SECONDS, Claim
 from embforge.tuner.ledger import PHASES, WORK, Ledger, work_share
-from embforge.tuner.outcome import CompileFailed, Outcome, Timed
+from embforge.tuner.outcome import CompileFailed, Outcome, Timed, to_data
 from embforge.tuner.replay import NoBuilder, ReplayJudge
 from embforge.tuner.sampler import Sampler, distributions, sampler_for
 from embforge.tuner.space import Space, encode
@@ -293,6 +293,16 @@ def test_a_dead_process_has_lost_its_trial(storage: BaseStorage) -> None:
     rewrite_claim(first, held, pid=pid, started=started)
     over = taken(second)
     assert (over.number, over.params, over.taken_over) == (held.number, held.params, True)
+
+
+def test_what_was_measured_before_its_process_died_is_not_measured_again(storage: BaseStorage) -> None:
+    first, second = Trials(storage, "study", SMALL), Trials(storage, "study", SMALL)
+    held, outcome = taken(first), judge_of(SMALL).screen(plan_of(SMALL.points[0]))
+    storage.set_trial_user_attr(held.id, "outcome", to_data(outcome))  # killed before the state was written
+    pid, started = ended_pid()
+    rewrite_claim(first, held, pid=pid, started=started)
+    assert taken(second).number != held.number
+    assert second.outcomes()[held.number] == (held.params, outcome)
 
 
 def test_a_living_process_keeps_its_trial(storage: BaseStorage) -> None:

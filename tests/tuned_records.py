@@ -8,14 +8,19 @@ from typing import Any
 
 from embforge.codegen.params import CpuBackwardParams, CpuParams, Params
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.tuned.hardware import this_cpu
 from embforge.codegen.tuned.record import Gain, Hardware, Key, Record, Traffic
 from embforge.codegen.tuned.shape import shape_of
+from embforge.parameters import cpu_hardware
 
 SPEC = CollectionSpec([TableSpec("t", 500, 16)], [FeatureSpec("f", "t"), FeatureSpec("g", "t", "mean")])
 FAST = CpuParams(prefetch_bytes=1024, tile_vectors=4)
 FASTER = CpuParams(prefetch_bytes=4096)
 FAST_BACKWARD = CpuBackwardParams(radix_bits=8)
+
+
+def this_machine() -> Hardware:
+    """As modules find it."""
+    return cpu_hardware()
 
 
 def record_of(
@@ -27,9 +32,11 @@ def record_of(
     rule: str | None = None,
     hardware: Hardware | None = None,
     traffic: Traffic = Traffic(2048, 1, 1.05),  # noqa: B008  # frozen
+    id_dtype: str = "int64",
+    cache: str = "warm",
     **changes: Any,
 ) -> Record:
-    key = Key(op, target, rule, shape_of(spec), hardware or this_cpu(), traffic)
+    key = Key(op, target, rule, shape_of(spec), hardware or this_machine(), traffic, id_dtype, cache)
     record = Record(
         key=key,
         params=asdict(params),

@@ -87,16 +87,9 @@ class Task:
         """What to try first: the baseline or the default, the stores' nearest results, what was estimated."""
         found = [self.baseline or self.default]
         for workload in self.workloads:
-            choice = choose(
-                self.op,
-                self.target,
-                self.spec,
-                self.hardware,
-                rule=self.rule,
-                traffic=traffic(self.spec, parse(workload)),
-                id_dtype=self.id_dtype,
-                cache=self.cache,
-            )
+            numbers = self.key(workload).traffic
+            known: dict[str, Any] = {"rule": self.rule, "id_dtype": self.id_dtype, "cache": self.cache}
+            choice = choose(self.op, self.target, self.spec, self.hardware, traffic=numbers, **known)
             if choice.record is not None:
                 found.append(choice.params)
         if self.target == "cuda":  # what was estimated without a GPU
@@ -199,11 +192,9 @@ def _hardware(on: str) -> tuple[Hardware, str]:
     import torch
 
     if on == "cpu":
-        from embforge.parameters import hardware_of
+        from embforge.parameters import cpu_hardware
 
-        hardware = hardware_of("cpu", torch.device("cpu"))
-        assert hardware is not None
-        return hardware, host_isa()
+        return cpu_hardware(), host_isa()
     if on != "cuda":
         raise ToolchainError(f"tune --on {on!r} is not known; allowed: cpu, cuda")
     if not torch.cuda.is_available():

@@ -156,6 +156,8 @@ def fields_given(overrides: Iterable[str], option: str) -> dict[str, Any]:
         field, separator, text = override.partition("=")
         if not separator:
             raise PlanError(f"{option} {override!r} is not FIELD=VALUE, e.g. {option} prefetch_bytes=4096")
+        if field.strip() in values:
+            raise PlanError(f"{option} gives {field.strip()} twice; give it once")
         values[field.strip()] = _value(text.strip())
     return values
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from embforge.codegen.cli.common import (
     EXIT_CODES,
@@ -29,6 +30,16 @@ DEFAULT_SECONDS = 180.0
 INTERRUPTED = 130
 """The exit code, as a shell has it for Ctrl-C."""
 KEPT_OPTIONS = ("user", "project", "none")
+
+STUDY_OPTIONS = ("--on", "--train", "--workload", "--baseline", "--cache", "--ids", "--storage", "--report")
+"""What names a study, and what may be done with it whether it runs or not."""
+MODES = {
+    "a measured run": (*STUDY_OPTIONS, "--budget", "--trials", "--seed", "--store"),
+    "--trials 0": STUDY_OPTIONS,
+    "--list": ("--on", "--train", "--ids", "--arch"),
+    "--static": ("--on", "--train", "--workload", "--budget", "--trials", "--store", "--arch"),
+}
+"""What the command may be asked for, and the options that act then; others are refused. --json acts in all."""
 
 
 @click.command(epilog=EXIT_CODES)
@@ -97,7 +108,9 @@ KEPT_OPTIONS = ("user", "project", "none")
 )
 @click.option("--arch", help="With --static or --list: the GPU, sm_75 .. sm_120.  [default: sm_90]")
 @json_option
+@click.pass_context
 def tune(
+    ctx: click.Context,
     spec: CollectionSpec,
     on: str,
     train: str | None,
@@ -127,11 +140,11 @@ def tune(
     shuffled, interleaved rounds; the default stays unless the gain beats the noise floor. Interrupt it whenever you
     like: the same command goes on where it stopped.
     """
-    _check_options(on, listed, estimated, arch, page, workloads, trials)
+    _check_options(ctx, on, listed, estimated, arch, page, workloads, trials, store)
     if listed:
         _list(spec, on, train, arch, ids, as_json)
     elif estimated:
-        _estimate(spec, train, workloads, budget or DEFAULT_SECONDS, trials, arch or "sm_90", as_json)
+        _estimate(spec, train, workloads, budget or DEFAULT_SECONDS, trials, arch or "sm_90", store != "none", as_json)
     else:
         if budget is None and trials is None:
             budget = DEFAULT_SECONDS
@@ -154,6 +167,7 @@ def tune(
 
 
 def _check_options(
+    ctx: click.Context,
     on: str,
     listed: bool,
     estimated: bool,
@@ -161,6 +175,7 @@ def _check_options(
     page: Path | None,
     workloads: Sequence[str],
     trials: int | None,
+    store: str,
 ) -> None:
     if listed and estimated:
         raise click.UsageError("--list and --static both say what to do; give one of them")
@@ -174,19 +189,40 @@ def _check_options(
         raise click.UsageError("--static takes one --workload")
     if estimated and trials == 0:
         raise click.UsageError("--static needs --trials from 1, or none")
+    if estimated and store == "project":
+        raise click.UsageError("--static keeps its estimate for this user's later runs: --store user, or none")
+    if page and not page.parent.is_dir():
+        raise click.UsageError(f"--report {page}: there is no folder {page.parent}; make it, or name another")
+    mode = "--list" if listed else "--static" if estimated else "--trials 0" if trials == 0 else "a measured run"
+    _refuse_idle_options(ctx, mode)
+
+
+def _refuse_idle_options(ctx: click.Context, mode: str) -> None:
+    """Of an option that does nothing here, whoever gave it expects something."""
+    acting = {*MODES[mode], mode.partition(" ")[0], "--json"}  # the option that names the mode is one of them
+    given = [
+        param.opts[0]
+        for param in ctx.command.params
+        if isinstance(param, click.Option) and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if idle := [option for option in given if option not in acting]:
+        verb = "does" if len(idle) == 1 else "do"
+        raise click.UsageError(f"{', '.join(idle)} {verb} nothing with {mode}, which takes {', '.join(MODES[mode])}")
 
 
 def _list(spec: CollectionSpec, on: str, train: str | None, arch: str | None, ids: str, as_json: bool) -> None:
     from embforge.codegen.cli.tune_tables import space_json, space_table
     from embforge.codegen.machine import host_isa
     from embforge.codegen.training import update_named
-    from embforge.codegen.tuned.hardware import any_gpu, this_cpu
+    from embforge.codegen.tuned.hardware import any_gpu
     from embforge.tuner.space import space_of
 
     op, update = ("forward", None) if train is None else ("backward", update_named(train))
     arch = host_isa() if on == "cpu" else arch or "sm_90"
-    hardware = this_cpu() if on == "cpu" else any_gpu(arch)
     with waiting("counting points"):
+        from embforge.parameters import cpu_hardware
+
+        hardware = cpu_hardware() if on == "cpu" else any_gpu(arch)
         space = space_of(op, on, arch, spec, hardware, update, id_dtype=ids)
     if as_json:
         print_json(space_json(space))
@@ -201,6 +237,7 @@ def _estimate(
     budget: float,
     trials: int | None,
     arch: str,
+    kept: bool,
     as_json: bool,
 ) -> None:
     from embforge.codegen.cli.tune_tables import static_table
@@ -214,18 +251,21 @@ def _estimate(
     workload = parse(workloads[0]) if workloads else Workload()
     with stage_bar() as tell:
         report = rank(spec, arch, op, workload, budget, update=update, most=trials, progress=tell)
-    path = save_seeds(report)
+    path = save_seeds(report) if kept else None
     if as_json:
         print_json(_estimate_json(report, path))
         return
     screen = console()
     screen.print(static_table(report))
     compiled = f"{len(report.rows)} plans ranked, {len(report.refused)} refused, of {len(report.space.points):,} points"
-    for line in (FORMULA, compiled, f"an estimate: nothing that runs uses it; a measured run begins with it: {path}"):
+    use = "an estimate: nothing that runs uses it; " + (
+        f"a measured run begins with it: {path}" if path else "not kept, as --store none says"
+    )
+    for line in (FORMULA, compiled, use):
         screen.print(line, soft_wrap=True, markup=False)
 
 
-def _estimate_json(report: StaticReport, path: Path) -> dict[str, Any]:
+def _estimate_json(report: StaticReport, path: Path | None) -> dict[str, Any]:
     from embforge.tuner.estimate import FORMULA
 
     return {
@@ -237,14 +277,14 @@ def _estimate_json(report: StaticReport, path: Path) -> dict[str, Any]:
         "points": len(report.space.points),
         "rows": [asdict(row) for row in report.rows],
         "refused": [{"params": asdict(params), "why": why} for params, why in report.refused],
-        "file": str(path),
+        "file": None if path is None else str(path),
     }
 
 
 def _tune(spec: CollectionSpec, budget: float | None, page: Path | None, as_json: bool, **options: Any) -> None:
     with waiting("loading torch and the tuner"):
         from embforge.codegen.cli.tune_display import Status, display
-        from embforge.codegen.cli.tune_result import print_result, result_json
+        from embforge.codegen.cli.tune_result import places_of, print_result, result_json
         from embforge.tuner.report import write_report
         from embforge.tuner.report_data import report_of
         from embforge.tuner.tune import tune as run
@@ -261,13 +301,12 @@ def _tune(spec: CollectionSpec, budget: float | None, page: Path | None, as_json
     report = report_of(result.study)
     if page is not None:
         write_report(page, report)
-    files = {"stored": [str(path) for path in result.paths], "report": str(page) if page else None}
     if as_json:
-        print_json(result_json(report) | {"storage": result.storage, "finished": result.finished} | files)
+        about = {"storage": result.storage, "finished": result.finished, "unstored": result.unstored}
+        files = {"stored": [str(path) for path in result.paths], "report": str(page) if page else None}
+        print_json(result_json(report) | about | files)
         return
     screen = console()
     print_result(screen, report)
-    for path in result.paths:
-        screen.print(f"stored: {path}", soft_wrap=True, markup=False)
-    if page is not None:
-        screen.print(f"report: {page}", soft_wrap=True, markup=False)
+    for line in places_of(result, page):
+        screen.print(line, soft_wrap=True, markup=False)  # whole, so that paths can be copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embforge.codegen.cli.durations import show_duration
@@ -16,55 +17,78 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embforge.tuner.report_data import Finals, Report, Trial
+    from embforge.tuner.tune import TuneResult
 
 FAILURES_NAMED = 8
+WORKLOAD_WIDTH = 22
+"""What 80 columns leave for a workload beside its numbers."""
+LEAST_SECONDS = 0.05
+"""A phase below it would be shown as 0.0 s."""
 
 
 def print_result(screen: Console, report: Report) -> None:
     """All of it, in the order in which people ask."""
     if report.finals is not None:
         screen.print(comparison_table(report.finals, report.title))
-        screen.print(params_table(report))
+        if report.leader != report.default:
+            screen.print(params_table(report))
     good = report.finals is not None and report.finals.decision.ships
-    screen.print(headline(report), style="bold green" if good else "bold", markup=False)
+    # On a terminal lines end between words; elsewhere they are left whole, for whoever searches them.
+    whole = not screen.is_terminal
+    screen.print(verdict(report), style="bold green" if good else "bold", soft_wrap=whole, markup=False)
     for line in notes_of(report):
-        screen.print(line, soft_wrap=True, markup=False)
+        screen.print(line, soft_wrap=whole, markup=False)
+
+
+def verdict(report: Report) -> str:
+    """The decision in a sentence; why, if the default stays."""
+    if report.finals is None or report.finals.decision.ships:
+        return headline(report)
+    why = report.finals.decision.why
+    return why[:1].upper() + why[1:]
 
 
 def comparison_table(finals: Finals, title: str) -> Table:
     """A line a workload."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
+    table = _table(title)
     table.add_column("workload", overflow="fold")
-    for heading in ("default", "candidate", "times faster", "95 % interval", "noise floor"):
-        table.add_column(heading, justify="right")
+    for heading in ("default", "candidate", "x default", "95 % interval", "noise"):
+        table.add_column(heading, justify="right", no_wrap=True)
     floors = finals.decision.noise_floors
     for compared in finals.comparisons:
         gain = compared.gain
         table.add_row(
-            compared.workload,
+            _escape(broken(compared.workload)),
             show_seconds(compared.default_seconds),
             show_seconds(compared.best_seconds),
             f"{gain.median:.3f}",
             f"{gain.low:.3f} .. {gain.high:.3f}",
-            f"{floors[compared.workload]:.2%}",
+            f"{floors[compared.workload]:.1%}",
         )
     return table
 
 
 def params_table(report: Report) -> Table:
-    """A line a field, what the best changes in bold."""
-    from rich.table import Table
-
-    table = Table("field")
-    for heading in ("default", "best"):
+    """A line a field, what the candidate changes in bold."""
+    table = _table()
+    table.add_column("field", no_wrap=True)
+    for heading in ("default", "candidate"):
         table.add_column(heading, justify="right")
-    best = report.best or report.default
+    leader = report.leader or report.default
     for field, default in report.default.items():
-        changed = best[field] != default
-        table.add_row(field, show(default), f"[bold]{show(best[field])}[/]" if changed else show(best[field]))
+        shown = _escape(show(leader[field]))
+        table.add_row(field, _escape(show(default)), shown if leader[field] == default else f"[bold]{shown}[/]")
     return table
+
+
+def broken(workload: str, width: int = WORKLOAD_WIDTH) -> str:
+    """The workload in lines that end behind commas, as long as they may be."""
+    lines = [""]
+    for part in workload.replace(",", ",\n").splitlines():
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def notes_of(report: Report) -> list[str]:
@@ -72,7 +96,6 @@ def notes_of(report: Report) -> list[str]:
     notes = []
     if report.finals is not None:
         decision = report.finals.decision
-        notes.append(decision.why)
         notes.append(f"finals: {decision.rounds} rounds, noise floor {decision.noise_floor:.2%}, p = {decision.p:.2g}")
     counts = outcomes_of(report)
     shown = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
@@ -82,13 +105,24 @@ def notes_of(report: Report) -> list[str]:
     if len(failed) > FAILURES_NAMED:
         notes.append(f"  and {len(failed) - FAILURES_NAMED} more; --report names them")
     if report.ledger:
-        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.ledger.items())
-        notes.append(
-            f"time: {show_duration(sum(report.ledger.values()))} ({spent}): {work_share(report.ledger):.0%} of it "
-            "measuring or compiling"
-        )
+        spent = [f"{phase} {spent:.1f} s" for phase, spent in report.ledger.items() if spent >= LEAST_SECONDS]
+        total, share = show_duration(sum(report.ledger.values())), work_share(report.ledger)
+        notes.append(f"time: {total}, {share:.0%} of it measuring or compiling ({', '.join(spent)})")
     notes += report.notes
     return notes
+
+
+def places_of(result: TuneResult, page: Path | None) -> list[str]:
+    """Where everything lies now, a line each: the study, what was stored or why not, the page."""
+    lines = [f"study: {result.study.study_name} in {storage_url(result.storage)}"]
+    lines += [f"stored: {path}" for path in result.paths]
+    lines += [f"not stored: {result.unstored}"] if result.unstored else []
+    return [*lines, f"report: {page}"] if page else lines
+
+
+def storage_url(storage: str) -> str:
+    """As --storage and optuna-dashboard take it from anywhere: a SQLite file by its URL."""
+    return storage if "://" in storage else f"sqlite:///{Path(storage).expanduser().absolute()}"
 
 
 def failure_line(trial: Trial, report: Report) -> str:
@@ -126,3 +160,17 @@ def result_json(report: Report) -> dict[str, Any]:
         "work_share": work_share(report.ledger) if report.ledger else None,
         "notes": list(report.notes),
     }
+
+
+def _table(title: str | None = None) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    shown = None if title is None else _escape(title)
+    return Table(title=shown, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

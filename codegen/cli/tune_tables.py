@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from embforge.codegen.params import Params
     from embforge.tuner.space import Space
@@ -21,7 +22,8 @@ def space_table(space: Space) -> RenderableType:
     from rich.console import Group
 
     what = f"{space.op} on {space.target} {space.arch}"
-    fields = _table(f"Space of the {what}: {space.size:,} combinations, {len(space.points):,} worth a trial")
+    title = f"Space of the {what}: {space.size:,} combinations, {len(space.points):,} worth a trial"
+    fields = _table()
     fields.add_column("field", no_wrap=True)
     fields.add_column("default", no_wrap=True)
     fields.add_column("choices")
@@ -29,13 +31,15 @@ def space_table(space: Space) -> RenderableType:
     for name, choices in space.fields.items():
         used = {getattr(point, name) for point in space.points}
         fields.add_row(name, _text(getattr(space.default, name)), ", ".join(map(_text, choices)), str(len(used)))
-    removed = _table("Removed, each counted by the first that applies")
+    removed = _table()
     removed.add_column("constraint", no_wrap=True)
     removed.add_column("points", justify="right", no_wrap=True)
     removed.add_column("because")
     for entry in space.removed:
         removed.add_row(entry.constraint, f"{entry.points:,}", entry.why)
-    return Group(fields, removed) if space.removed else fields
+    if not space.removed:
+        return Group(_title(title), fields)
+    return Group(_title(title), fields, _title("Removed, each counted by the first that applies"), removed)
 
 
 def space_json(space: Space) -> dict[str, Any]:
@@ -52,14 +56,15 @@ def space_json(space: Space) -> dict[str, Any]:
     }
 
 
-def static_table(report: StaticReport, shown: int = SHOWN) -> Table:
+def static_table(report: StaticReport, shown: int = SHOWN) -> RenderableType:
     """The best plans and the default, by what differs from the default. An estimate, and it says so."""
-    title = f"Estimate, no measurement: {report.op} for {report.arch}, {report.workload}"
-    table = _table(title)
+    from rich.console import Group
+
+    table = _table()
     table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("plan, where it is not the default")
-    for heading in ("registers", "occupancy", "in flight/SM", "blocks filled", "sectors/output", "estimate"):
-        table.add_column(heading, justify="right")
+    table.add_column("plan, where it is not the default", overflow="fold")
+    for heading in ("regs", "occup.", "flight\na SM", "blocks\nfilled", "sectors", "estimate"):
+        table.add_column(heading, justify="right", no_wrap=True)
     rows = [row for row in report.rows if row.rank <= shown or row.params == report.space.default]
     for row in rows:
         table.add_row(
@@ -72,15 +77,21 @@ def static_table(report: StaticReport, shown: int = SHOWN) -> Table:
             "-" if row.sectors_per_output is None else f"{row.sectors_per_output:.2f}",
             f"{row.score:.3f}",
         )
-    return table
+    return Group(_title(f"Estimate, no measurement: {report.op} for {report.arch}, {report.workload}"), table)
 
 
-def _table(title: str) -> Table:
+def _table() -> Table:
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
-    return Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+
+
+def _title(text: str) -> Text:
+    """Above a table, not of it: a table's own title is no wider than the table."""
+    from rich.text import Text
+
+    return Text(text, style="italic")
 
 
 def _differences(params: Params, default: Params) -> str:

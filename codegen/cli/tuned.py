@@ -13,7 +13,7 @@ from embforge.codegen.cli.common import CHECK_FAILED, EXIT_CODES, OK, console, j
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from embforge.codegen.tuned.record import Record
+    from embforge.codegen.tuned.record import Key, Record
     from embforge.codegen.tuned.stores import Problem, Stored
 
 
@@ -22,10 +22,10 @@ def tuned() -> None:
     """Tuned results: list, show, export, import, remove.
 
     `embforge tune` writes them, and every module takes the one that fits by itself. They are known by meaning (op,
-    shape of the spec, hardware, traffic), never by a name. Asked in this order: an exact match in the project's store
-    (embforge-tuned/ beside the spec, or here), in the user's (EMBFORGE_TUNED_DIR, or the platform's data directory),
-    in what came with the package; then the nearest match of all; then the default. `ef.explain(module)` says what was
-    taken and why.
+    shape of the spec, hardware, traffic, type of ids, warm or cold caches), never by a name. Asked in this order: an
+    exact match in the project's store (embforge-tuned/ beside the spec, or here), in the user's (EMBFORGE_TUNED_DIR, or
+    the platform's data directory), in what came with the package; then the nearest match of all; then the default.
+    `ef.explain(module)` says what was taken and why.
 
     \b
       embforge tuned ls                      what there is
@@ -192,7 +192,7 @@ def result_table(found: Sequence[Stored]) -> Table:
     table = Table("id", "store", "op", "for", "hardware", "workload", "x default", "changed fields", "when")
     for one in found:
         record, shape = one.record, one.record.key.shape
-        op = f"{record.key.op} {record.key.target}" + (f" {record.key.rule}" if record.key.rule else "")
+        op = " ".join(filter(None, (record.key.op, record.key.target, record.key.rule, *_unusual(record.key))))
         gain = f"{record.gain.median:.2f}"
         what = f"{shape.features} x {shape.dim:.0f} {'/'.join(shape.dtypes)}"
         cells = (op, what, record.key.hardware.name, record.workload, gain, _changed(record), record.created[:10])
@@ -221,6 +221,7 @@ def _facts(record: Record, path: Path) -> list[tuple[str, str]]:
         ("", sizes),
         ("workload", record.workload),
         ("", known),
+        ("", f"{key.id_dtype} ids, {key.cache} caches"),
         *(("parameters" if not i else "", f"{k} = {v}") for i, (k, v) in enumerate(record.params.items())),
         ("gain", f"{gain.median:.3f}x the default, 95 %: {gain.low:.3f} to {gain.high:.3f}"),
         ("noise floor", f"{100 * record.noise_floor:.2f} %"),
@@ -242,6 +243,8 @@ def _line(one: Stored) -> dict[str, Any]:
         "op": record.key.op,
         "target": record.key.target,
         "rule": record.key.rule,
+        "id_dtype": record.key.id_dtype,
+        "cache": record.key.cache,
         "hardware": record.key.hardware.name,
         "workload": record.workload,
         "gain": {"median": record.gain.median, "low": record.gain.low, "high": record.gain.high},
@@ -281,6 +284,11 @@ def _changed(record: Record) -> str:
     default = {f.name: f.default for f in fields(params_type(record.key.target, record.key.op))}
     changed = [f"{name}={value}" for name, value in record.params.items() if value != default.get(name)]
     return ", ".join(changed) or "none: the default is best"
+
+
+def _unusual(key: Key) -> list[str]:
+    """The type of ids and the state of caches, if not the usual ones."""
+    return [one for one in (key.id_dtype, key.cache) if one in ("int32", "cold")]
 
 
 def _id(record: Record) -> str:

@@ -22,7 +22,7 @@ def tuned_plans_for(
     accumulate: bool,
     batch_size: int | None,
 ) -> tuple[list[Plan], list[str]]:
-    """The plans, none of them twice, and a line an arch and op on which parameters and why.
+    """The plans, none of them twice, and a line an arch, op and type of ids on which parameters and why.
 
     For this machine's hardware what its modules choose; for other archs the nearest result on hardware of that arch.
     """
@@ -32,11 +32,12 @@ def tuned_plans_for(
     why: dict[str, None] = {}  # in order, none twice
     for arch in archs:
         for update in [update_named(rule) for rule in rules] or [None]:
-            chosen = _choices(spec, target, arch, update, batch_size)
-            shown = chosen if rules else {"forward": chosen["forward"]}
-            why |= dict.fromkeys(f"{arch} {op}: {choice.why}" for op, choice in shown.items())
-            params = (chosen["forward"].params, chosen["backward"].params)
             for ids in id_dtypes:
+                chosen = _choices(spec, target, arch, update, batch_size, ids)
+                shown = chosen if rules else {"forward": chosen["forward"]}
+                of_ids = f" of {ids} ids" if len(id_dtypes) > 1 else ""
+                why |= dict.fromkeys(f"{arch} {op}{of_ids}: {choice.why}" for op, choice in shown.items())
+                params = (chosen["forward"].params, chosen["backward"].params)
                 plans = training_plans(spec, target, arch, ids, *params, update, accumulate and update is not None)
                 wanted = plans.values() if rules else [plans["forward"]]
                 found |= {plan.uri: plan for plan in wanted}
@@ -44,23 +45,33 @@ def tuned_plans_for(
 
 
 def _choices(
-    spec: CollectionSpec, target: str, arch: str, update: Update | None, batch_size: int | None
+    spec: CollectionSpec, target: str, arch: str, update: Update | None, batch_size: int | None, id_dtype: str
 ) -> dict[str, Choice]:
     from embforge.codegen.tuned.choose import choose
     from embforge.codegen.tuned.shape import rule_named, usual_traffic
 
     hardware, traffic = hardware_for(target, arch), usual_traffic(spec, batch_size)
     rule = {"forward": None, "backward": rule_named(update)}
-    return {op: choose(op, target, spec, hardware, rule=rule[op], traffic=traffic) for op in rule}
+    return {op: choose(op, target, spec, hardware, rule=rule[op], traffic=traffic, id_dtype=id_dtype) for op in rule}
 
 
 def hardware_for(target: str, arch: str) -> Hardware:
-    """This machine's, if it has such; else all that the arch's name says."""
+    """As a module here finds it, if this machine has such; else all that the arch's name says."""
     from embforge.codegen.tuned.hardware import any_cpu, any_gpu
 
     if target == "cpu":
-        return any_cpu(arch)
+        return _cpu_here(arch) or any_cpu(arch)
     return (_gpu_here(arch) if target == "cuda" else None) or any_gpu(arch)
+
+
+def _cpu_here(arch: str) -> Hardware | None:
+    from embforge.codegen.machine import host_isa
+
+    if arch != host_isa():
+        return None
+    from embforge.parameters import cpu_hardware
+
+    return cpu_hardware()
 
 
 def _gpu_here(arch: str) -> Hardware | None:
@@ -68,7 +79,7 @@ def _gpu_here(arch: str) -> Hardware | None:
 
     from embforge.codegen.errors import PlanError
     from embforge.codegen.targets.arch import nearest_arch
-    from embforge.codegen.tuned.hardware import gpu_hardware
+    from embforge.parameters import hardware_of
 
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         try:
@@ -76,7 +87,5 @@ def _gpu_here(arch: str) -> Hardware | None:
         except PlanError:  # too old for any kernel of ours
             continue
         if served == arch:
-            from embforge.device import hardware_facts
-
-            return gpu_hardware(hardware_facts(torch.cuda.get_device_properties(index)))
+            return hardware_of("cuda", torch.device("cuda", index))
     return None

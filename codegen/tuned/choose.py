@@ -1,23 +1,26 @@
 """Which plan fields to use: an exact tuned result, else the nearest one within a limit, else the default. And why.
 
-Exact: the spec's shape and the hardware are equal, and so is the traffic's bucket as far as both sides know it; the
-project's store answers before the user's, and that before what was shipped. Nearest: over all stores, by distance.
+Exact: the spec's shape, the ids' dtype and the hardware are equal, and so is the traffic's bucket as far as both sides
+know it; the project's store answers before the user's, and that before what was shipped. Nearest: over all stores, by
+distance. Caches that were warm never answer for cold ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.params import Params, params_type
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.training import SPARSE
 from embforge.codegen.tuned.document import TARGETS, params_of
 from embforge.codegen.tuned.record import Hardware, Key, Record, Traffic
-from embforge.codegen.tuned.shape import bucket_of, shape_of
+from embforge.codegen.tuned.shape import USUAL_BATCH, bucket_of, shape_of
 from embforge.codegen.tuned.stores import STORES, Stored, read_stores, warn_once
 
 LIMIT = 2.0
@@ -25,6 +28,8 @@ LIMIT = 2.0
 two to four, so beyond that the best choice of a field is expected to be another one."""
 LEAST = 2.0**-6
 """What a number is at least where its logarithm is taken: a batch or a mean bag length may be 0."""
+ONLY_WHERE_MEASURED = {"threads": "torch"}
+"""Plan fields that hold for the very hardware and batch they were measured on, and who decides elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ def choose(
     *,
     rule: str | None = None,
     traffic: Traffic = Traffic(),  # noqa: B008  # frozen
+    id_dtype: str = "int64",
+    cache: str = "warm",
     origin: Path | None = None,
 ) -> Choice:
     """The plan fields of `op` (forward or backward) for a spec on that hardware.
@@ -76,9 +83,11 @@ def choose(
         warn_once(problem)
     if not found:  # what most modules see costs no more than a look at three directories
         return Choice(default, f"default: no store has a tuned {op} for {target}")
-    ranked = rank(key_of(op, target, spec, hardware, rule, traffic), found)
+    key = key_of(op, target, spec, hardware, rule, traffic, id_dtype, cache)
+    ranked = rank(key, found)
     if not ranked:
-        return Choice(default, f"default: no tuned {op} has these dtypes, poolings and rule on this kind of hardware")
+        same = "these dtypes, poolings and rule on this kind of hardware"
+        return Choice(default, f"default: no tuned {op} has {same} with {cache} caches")
     best = ranked[0]
     if not best.exact and best.distance > LIMIT:
         return Choice(
@@ -86,34 +95,57 @@ def choose(
             f"default: no tuned result within distance {LIMIT:g} (nearest: {best.distance:.2g}; {_apart(best)})",
         )
     record = best.stored.record
-    params: Params = params_of(record.key, record.params)
-    return Choice(params, _why(best, params == default), record, best.stored.path)
+    measured: Params = params_of(record.key, record.params)
+    left = {} if best.exact and key.traffic.batch is not None else _left_open(measured)
+    return Choice(replace(measured, **left), _why(key, best, measured, left), record, best.stored.path)
 
 
-def key_of(op: str, target: str, spec: CollectionSpec, hardware: Hardware, rule: str | None, traffic: Traffic) -> Key:
+def key_of(
+    op: str,
+    target: str,
+    spec: CollectionSpec,
+    hardware: Hardware,
+    rule: str | None,
+    traffic: Traffic,
+    id_dtype: str,
+    cache: str,
+) -> Key:
     """What a result for these is known by. A backward without a rule makes gradients only."""
-    return Key(op, target, None if op == "forward" else rule or SPARSE, shape_of(spec), hardware, traffic)
+    rule = None if op == "forward" else rule or SPARSE
+    return Key(op, target, rule, shape_of(spec), hardware, traffic, id_dtype, cache)
 
 
 def rank(key: Key, stored: Sequence[Stored]) -> list[Match]:
     """All results that could serve, the best first, however far: exact ones by store, then the others by distance.
 
-    At equal distance: the one whose traffic is known better, then by store, then the newest.
+    At equal distance: the one whose traffic is known better, then by store, then the one for the batch nearest to the
+    usual if we do not know ours, then the newest.
     """
-    return sorted((_match(key, one) for one in stored if _comparable(key, one.record.key)), key=_order)
+    matches = (_match(key, one) for one in stored if _comparable(key, one.record.key))
+    return sorted(matches, key=lambda match: _order(key, match))
 
 
-def _order(match: Match) -> tuple[float, ...]:
-    store, distance = STORES.index(match.stored.store), round(match.distance, 9)
-    age = -datetime.fromisoformat(match.stored.record.created).timestamp()
-    return (0, store, -match.known, distance, age) if match.exact else (1, distance, -match.known, store, age)
+def _order(key: Key, match: Match) -> tuple[float, ...]:
+    record, store, distance = match.stored.record, STORES.index(match.stored.store), round(match.distance, 9)
+    last = (_from_usual(record.key.traffic) if key.traffic.batch is None else 0.0, -_time(record))
+    return (0, store, -match.known, distance, *last) if match.exact else (1, distance, -match.known, store, *last)
+
+
+def _from_usual(traffic: Traffic) -> float:
+    """How many doublings a batch is away from the usual one; a batch that is not known is the farthest."""
+    batch = bucket_of(traffic).batch
+    return math.inf if batch is None else abs(math.log2(max(batch, LEAST) / USUAL_BATCH))
+
+
+def _time(record: Record) -> float:
+    return datetime.fromisoformat(record.created).timestamp()
 
 
 def _comparable(key: Key, other: Key) -> bool:
     """Whether nothing but sizes differs. Hardware of which less is known, as another machine's, matches more."""
     ours, theirs = key.hardware, other.hardware
     return (
-        (key.op, key.target, key.rule) == (other.op, other.target, other.rule)
+        (key.op, key.target, key.rule, key.cache) == (other.op, other.target, other.rule, other.cache)
         and (key.shape.dtypes, key.shape.poolings) == (other.shape.dtypes, other.shape.poolings)
         and ours.kind == theirs.kind
         and all(theirs.identity.get(name) == value for name, value in ours.identity.items())
@@ -125,7 +157,7 @@ def _match(key: Key, stored: Stored) -> Match:
     same_traffic = [(a, b) for _, a, b in _traffic_pairs(key.traffic, other.traffic)]
     logs = {name: math.log2(max(b, LEAST) / max(a, LEAST)) for name, a, b in _pairs(key, other)}
     exact = (
-        key.shape.digest == other.shape.digest
+        (key.shape.digest, key.id_dtype) == (other.shape.digest, other.id_dtype)
         and (key.hardware.identity, key.hardware.sizes) == (other.hardware.identity, other.hardware.sizes)
         and all(a == b for a, b in same_traffic)
     )
@@ -143,6 +175,7 @@ def _pairs(key: Key, other: Key) -> Iterator[tuple[str, float, float]]:
     """What is compared by ratio: a name, ours and theirs."""
     for name in ("features", "dim", "table_bytes"):
         yield name, getattr(key.shape, name), getattr(other.shape, name)
+    yield "id_bytes", DTYPES[key.id_dtype].bytes, DTYPES[other.id_dtype].bytes
     for name, size in key.hardware.sizes.items():
         if name in other.hardware.sizes:
             yield name, size, other.hardware.sizes[name]
@@ -158,15 +191,34 @@ def _traffic_pairs(ours: Traffic, theirs: Traffic) -> Iterator[tuple[str, float,
             yield name, number, other[name]
 
 
-def _why(match: Match, is_default: bool) -> str:
-    record, store = match.stored.record, match.stored.store
-    noise = f"noise floor {100 * record.noise_floor:.1f} %; store: {store}"
-    gain = f"{record.gain.median:.2f}x the default (95 %: {record.gain.low:.2f} to {record.gain.high:.2f}), {noise}"
+def _left_open(measured: Params) -> dict[str, Any]:
+    """The default of every field that was tuned and holds only where it was measured."""
+    default = type(measured)()
+    names = [name for name in ONLY_WHERE_MEASURED if hasattr(default, name)]
+    return {name: getattr(default, name) for name in names if getattr(measured, name) != getattr(default, name)}
+
+
+def _why(key: Key, match: Match, measured: Params, left: Mapping[str, Any]) -> str:
+    record, default = match.stored.record, type(measured)()
     if match.exact:
-        where = f"tuned on this hardware for {record.workload}"
-        return f"default: {where}, nothing faster found; {noise}" if is_default else f"{where}: {gain}"
-    nearest = f"nearest tuned result, distance {match.distance:.2g} ({_apart(match)})"
-    return f"default: by the {nearest}, nothing faster found; {noise}" if is_default else f"{nearest}: {gain}"
+        found = f"tuned on this hardware for {record.workload}"
+    else:
+        found = f"taken from the nearest tuned result, distance {match.distance:.2g} ({_apart(match)})"
+    noise = f"noise floor {100 * record.noise_floor:.1f} %; store: {match.stored.store}"
+    if measured == default:
+        told = f"default: {found}, nothing faster found; {noise}"
+    else:
+        gain = f"{record.gain.median:.2f}x the default (95 %: {record.gain.low:.2f} to {record.gain.high:.2f}), {noise}"
+        told = f"{found}: {gain}"
+        if replace(measured, **left) == default:
+            told = f"default: nothing but {' and '.join(left)} differs in what is {told}"
+    notes = []
+    if key.traffic.batch is None and record.key.traffic.batch is not None:
+        notes.append("the module's batch is not known (batch_size= says it)")
+    for name in left:
+        who, value = ONLY_WHERE_MEASURED[name], getattr(measured, name)
+        notes.append(f"{name} left to {who}: {value} holds only where it was measured")
+    return "; ".join([told, *notes])
 
 
 def _apart(match: Match) -> str:

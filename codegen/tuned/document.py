@@ -19,6 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import from_json
 
+from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError, TunedError
 from embforge.codegen.params import params_from
 from embforge.codegen.tuned.record import RECORD_SCHEMA, Hardware, Key, Record, Shape, Traffic
@@ -27,6 +28,7 @@ SCHEMA = "embforge_tuned"
 OPS = ("forward", "backward")
 TARGETS = {"cpu": "cpu", "cuda": "gpu"}
 """Targets that are tuned, and the kind of hardware each runs on."""
+CACHE_STATES = ("warm", "cold")
 LARGEST = 2.0**63
 AGAIN = "measure anew by `embforge tune`"
 
@@ -81,6 +83,10 @@ def check(record: Record) -> None:
         raise _wrong("key.target", key.target, ", ".join(TARGETS))
     if (key.rule is None) != (key.op == "forward"):
         raise _wrong("key.rule", key.rule, "null for a forward, a rule's name or 'none' for a backward")
+    if key.id_dtype not in ID_DTYPES:
+        raise _wrong("key.id_dtype", key.id_dtype, ", ".join(ID_DTYPES))
+    if key.cache not in CACHE_STATES:
+        raise _wrong("key.cache", key.cache, ", ".join(CACHE_STATES))
     _check_numbers(key.shape, key.hardware, key.traffic)
     if key.hardware.kind != TARGETS[key.target]:
         raise _wrong("key.hardware.kind", key.hardware.kind, f"{TARGETS[key.target]} for target {key.target}")

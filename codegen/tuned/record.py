@@ -1,4 +1,4 @@
-"""A tuned result and what it is known by: op, shape of the spec, hardware and traffic; never a name.
+"""A tuned result and what it is known by: op, shape of the spec, hardware, traffic, ids and caches; never a name.
 
 Plain data with one JSON form, so that a result can be carried to another machine and read by eye.
 """
@@ -64,6 +64,10 @@ class Key:
     shape: Shape
     hardware: Hardware
     traffic: Traffic
+    id_dtype: str
+    """int64 or int32: of ids and offsets."""
+    cache: str
+    """warm: calls followed each other; cold: caches were emptied before each."""
 
 
 @dataclass(frozen=True)

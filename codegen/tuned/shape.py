@@ -17,6 +17,8 @@ from embforge.codegen.tuned.record import Key, Shape, Traffic
 
 DIGEST_DIGITS = 16
 SKEW_STEP = 0.25
+USUAL_BATCH = 2048
+"""What a result is best made for where nobody says which batches come. The tuner's workloads have it by default."""
 
 
 def shape_of(spec: CollectionSpec) -> Shape:
@@ -66,7 +68,8 @@ def bucket_of(traffic: Traffic) -> Traffic:
 def digest_of(key: Key) -> str:
     """Hexadecimal; equal for keys of one meaning: people's name of the hardware counts as little as those in a spec."""
     hardware = [key.hardware.kind, key.hardware.identity, key.hardware.sizes]
-    return _digest([key.op, key.target, key.rule, key.shape.digest, hardware, asdict(bucket_of(key.traffic))])
+    kernel = [key.op, key.target, key.rule, key.shape.digest, key.id_dtype]
+    return _digest([*kernel, hardware, asdict(bucket_of(key.traffic)), key.cache])
 
 
 def file_name(key: Key) -> str:

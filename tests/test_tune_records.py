@@ -1,0 +1,108 @@
+"""What a run stores: what its finals prove and nothing else. A doubt never replaces what was proven before."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import embforge as ef
+from embforge.codegen.params import CpuParams, Params
+from embforge.codegen.plan import Plan
+from embforge.tuner import tune as tune_module
+from embforge.tuner.race import race
+from embforge.tuner.replay import ReplayJudge
+from embforge.tuner.task import Task
+from embforge.tuner.tune import TuneResult, tune
+
+SPEC = ef.CollectionSpec((ef.TableSpec("t", 3000, 8),), (ef.FeatureSpec("f", "t"),))
+SMALL, LARGE = "uniform,batch=64", "uniform,batch=8192"
+FAST, OTHER = CpuParams(prefetch_bytes=0), CpuParams(prefetch_bytes=4096)
+Times = dict[Params, dict[str, float]]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EMBFORGE_TUNED_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def run(store: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Tunes with finals over a table of times instead of a machine."""
+
+    def tuned(times: Times, *, noise: float = 0.002, seconds: float = 20.0, where: str = "user") -> TuneResult:
+        def finals(task: Task, study: object, before: dict[str, Any], *_: object) -> tuple[int, object]:
+            judge = ReplayJudge(times, task.default, noise=noise)
+            finalists = [task.plan(params) for params in times if params != task.default]
+            stored = [task.plan(CpuParams(**record.params)) for record in before.values()]
+            candidates: list[Plan] = list(dict.fromkeys([*finalists, *stored]))
+            return 0, race(judge, candidates, task.plan(task.default), deadline=time.monotonic() + seconds)
+
+        monkeypatch.setattr(tune_module, "_run", finals)
+        workloads = list(next(iter(times.values())))
+        return tune(SPEC, workloads=workloads, trials=1, store=where)  # type: ignore[arg-type]
+
+    return tuned
+
+
+def stored(store: Path) -> dict[str, dict[str, Any]]:
+    """Records by workload."""
+    files = [json.loads(path.read_text()) for path in store.glob("*.json")]
+    return {record["workload"]: record for data in files for record in data["records"]}
+
+
+def times(default: float, fast: float, workload: str = SMALL) -> Times:
+    return {CpuParams(): {workload: default}, FAST: {workload: fast}}
+
+
+def test_what_is_proven_is_stored_and_a_doubt_leaves_it(run: Any, store: Path) -> None:
+    first = run(times(1e-3, 0.8e-3))
+    assert first.best == FAST and first.unstored == "" and len(first.paths) == 1
+    assert stored(store)[SMALL]["params"]["prefetch_bytes"] == 0
+    before = first.paths[0].read_bytes()
+    doubt = run(times(1e-3, 0.99e-3), noise=0.2, seconds=0.0)
+    assert doubt.best == CpuParams() and doubt.paths == ()
+    assert "undecided; what was stored before stays" in doubt.unstored
+    assert first.paths[0].read_bytes() == before
+
+
+def test_a_doubt_without_anything_before_stores_nothing(run: Any, store: Path) -> None:
+    doubt = run(times(1e-3, 0.99e-3), noise=0.2, seconds=0.0)
+    assert doubt.paths == () and "undecided: give them more time" in doubt.unstored and not stored(store)
+
+
+def test_a_result_that_is_refuted_is_replaced_by_the_default(run: Any, store: Path) -> None:
+    run(times(1e-3, 0.8e-3))
+    refuted = run(times(1e-3, 1.2e-3))
+    assert refuted.best == CpuParams() and len(refuted.paths) == 1
+    (record,) = stored(store).values()
+    assert record["params"]["prefetch_bytes"] == CpuParams().prefetch_bytes and record["gain"]["median"] == 1.0
+    assert "candidate" in record["samples"] and "that candidate" in record["notes"][0]
+
+
+def test_a_workload_without_a_gain_of_its_own_gets_no_record(run: Any, store: Path) -> None:
+    both: Times = {CpuParams(): {SMALL: 1e-3, LARGE: 1e-3}, FAST: {SMALL: 0.7e-3, LARGE: 1e-3}}
+    result = run(both)
+    assert result.best == FAST and set(stored(store)) == {SMALL} and LARGE in result.unstored
+
+
+def test_a_compromise_does_not_replace_a_specialist(run: Any, store: Path) -> None:
+    run(times(1e-3, 0.6e-3))
+    both: Times = {
+        CpuParams(): {SMALL: 1e-3, LARGE: 1e-3},
+        FAST: {SMALL: 0.6e-3, LARGE: 2e-3},
+        OTHER: {SMALL: 0.9e-3, LARGE: 0.8e-3},
+    }
+    result = run(both)
+    assert result.best == OTHER and SMALL in result.unstored
+    found = {workload: record["params"]["prefetch_bytes"] for workload, record in stored(store).items()}
+    assert found == {SMALL: FAST.prefetch_bytes, LARGE: OTHER.prefetch_bytes}
+
+
+def test_nothing_is_stored_where_nobody_asked(run: Any, store: Path) -> None:
+    result = run(times(1e-3, 0.8e-3), where=None)
+    assert result.best == FAST and result.paths == () and len(result.records) == 1 and not stored(store)

@@ -151,6 +151,7 @@ def test_finals_are_decided_by_their_samples() -> None:
         "default": default,
         "leader": tuple(0.8 * t for t in default),
         "duplicate": tuple(0.801 * t for t in default),
+        "default's duplicate": tuple(1.001 * t for t in default),
     }
     finals = finals_of({"uniform": times})
     (compared,) = finals.comparisons

@@ -17,7 +17,9 @@ from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSp
 from embforge.codegen.training import training_plans
 from embforge.training_run import Trained, bits_of, training_run
 
-STEPS = 50
+STEPS, FEW_STEPS = 50, 12
+AT_LENGTH = ("sgd", "rowwise_adagrad", "adam", "custom")
+"""Rules whose runs are long in every test run; those of the others only in the soak."""
 DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3")
 KINDS = [(pooling, weighted) for pooling in POOLINGS for weighted in (False, pooling != "max")]
 OUTPUTS = ("fp32", "bf16", "fp16")
@@ -77,8 +79,8 @@ def test_runs_cover_all_pairs() -> None:
 
 
 @cache
-def reference_run(rule: str) -> Trained:
-    return training_run(spec_of(TURNS[rule]), OPTIMIZERS[rule], "reference", steps=STEPS)
+def reference_run(rule: str, steps: int) -> Trained:
+    return training_run(spec_of(TURNS[rule]), OPTIMIZERS[rule], "reference", steps=steps)
 
 
 def assert_same_bits(got: Trained, want: Trained) -> None:
@@ -111,14 +113,20 @@ def test_weights_of_features_without_any_have_zero_gradients() -> None:
     assert weights.grad is not None and weights.grad.tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_fifty_steps_have_the_same_bits(rule: str) -> None:
-    want = reference_run(rule)
+RUNS = [
+    *((rule, STEPS if rule in AT_LENGTH else FEW_STEPS) for rule in OPTIMIZERS),
+    *(pytest.param(rule, STEPS, marks=pytest.mark.soak) for rule in OPTIMIZERS if rule not in AT_LENGTH),
+]
+
+
+@pytest.mark.parametrize(("rule", "steps"), RUNS)
+def test_steps_have_the_same_bits(rule: str, steps: int) -> None:
+    want = reference_run(rule, steps)
     changed = [
         name for name, tensor in want.state.items() if name.endswith("weight") and tensor.float().isfinite().all()
     ]
     assert len(changed) == len(DTYPES), "a run that diverges shows nothing"
     for backend in available()[1:]:
         for threads in (1, 2) if backend == "cpu" else (1,):
-            got = training_run(spec_of(TURNS[rule]), OPTIMIZERS[rule], backend, steps=STEPS, threads=threads)
+            got = training_run(spec_of(TURNS[rule]), OPTIMIZERS[rule], backend, steps=steps, threads=threads)
             assert_same_bits(got, want)

@@ -140,7 +140,7 @@ def measured(case: Case, console: Console) -> Oracle:
         "versions": task.versions(),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "default_seconds": float(np.median(times[:, 0])),
-        "rounds": {"screening": "5 to 12", "finals": FINAL_ROUNDS, "finalists": FINALISTS},
+        "rounds": {"screening": "5 to 24", "finals": FINAL_ROUNDS, "finalists": FINALISTS},
     }
     return Oracle(ratios, fastest[int(finals.argmin())], facts)
 

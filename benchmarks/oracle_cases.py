@@ -42,7 +42,7 @@ CASES = {
     for case in (
         Case("tokens", "zipf:1.05,len=fixed:1,batch=8192"),
         Case("bags", "zipf:1.05,len=geo:20,batch=512"),
-        Case("updates", "zipf:1.05,len=geo:10,batch=512", train="sgd"),
+        Case("updates", "zipf:1.05,len=geo:10,batch=64", train="sgd"),
     )
 }
 

@@ -6,7 +6,7 @@ import shlex
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,8 @@ def report_of(study: Study) -> Report:
     found, best, leader = None, None, None
     if finals is not None:
         found = finals_of(_samples(finals["samples"]))
+        decided = replace(found.decision, ships=finals["ships"], why=finals["why"])  # a race knows more than samples
+        found = replace(found, decision=decided)
         leader = finals["leader"]
         best = leader if found.decision.ships else default
     name = tomllib.loads(about["spec"]).get("name") or "collection"

@@ -53,7 +53,7 @@ from embforge.tuner.quiet import Clocks, others_since
 from embforge.tuner.timers import CpuTimer, CudaTimer, Run, Timer
 from embforge.verify import torch_threads
 
-FEW_ROUNDS, MOST_ROUNDS = 5, 12
+FEW_ROUNDS, MOST_ROUNDS = 5, 24
 SCREEN_SECONDS = 0.25
 """A workload; past it, no more than `FEW_ROUNDS` rounds."""
 ALIKE = 1.1

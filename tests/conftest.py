@@ -19,6 +19,7 @@ def _test_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     EMBFORGE_TEST_CACHE_DIR moves it. Workers of pytest-xdist come to the same place by themselves.
     """
     os.environ["EMBFORGE_TUNED_DIR"] = str(tmp_path_factory.mktemp("tuned"))
+    os.environ["EMBFORGE_SHIPPED_DIR"] = str(tmp_path_factory.mktemp("shipped"))  # tests say themselves what is tuned
     chosen = os.environ.get("EMBFORGE_TEST_CACHE_DIR")
     os.environ["EMBFORGE_CACHE_DIR"] = chosen or str(ROOT / ".pytest_cache" / "embforge")
     os.environ.pop("EMBFORGE_KERNELS", None)

@@ -43,8 +43,9 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in ("py.typed", "__init__.py", "codegen/cli/main.py", "specs/dlrm.toml", "specs/mixed.toml"):
         assert f"embforge/{name}" in names
-    for path in (p for p in ROOT.glob("templates/**/*") if p.suffix in (".j2", ".h", ".cpp") or "simt/" in str(p)):
-        assert path.is_dir() or f"embforge/{path.relative_to(ROOT)}" in names
+    data = [*ROOT.glob("templates/**/*"), *ROOT.glob("tuner/shipped/*.json")]
+    for path in (p for p in data if p.is_file() and "__pycache__" not in p.parts):
+        assert f"embforge/{path.relative_to(ROOT)}" in names
     modules = {"runtime": "", "codegen": "codegen/", "templates": "templates/", "tuner": "tuner/"}
     for folder, package in modules.items():
         for path in (ROOT / folder).rglob("*.py"):

@@ -22,7 +22,7 @@ from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.document import records_from, to_json
 from embforge.codegen.tuned.record import Gain, Hardware, Record, Shape, Traffic
 from embforge.codegen.tuned.shape import file_name
-from embforge.codegen.tuned.stores import Problem, read_file, read_stores, user_dir
+from embforge.codegen.tuned.stores import Problem, read_file, read_store, read_stores, shipped_dir, user_dir
 from embforge.tuner.store import Written, export, import_, remove, save
 
 FILE = file_name(record_of().key)
@@ -306,3 +306,12 @@ def test_tuples_survive_json() -> None:
     record = record_of(CudaParams(pipeline=(8, 2)), target="cuda", hardware=gpu)
     (read,) = records_from(to_json([record]))
     assert read == record and read.params["pipeline"] == (8, 2) and read.params == asdict(CudaParams(pipeline=(8, 2)))
+
+
+def test_what_came_with_the_package_is_valid_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EMBFORGE_SHIPPED_DIR")
+    directory = shipped_dir()
+    assert directory is not None
+    found, problems = read_store("shipped", directory)
+    assert found and not problems
+    assert all(one.record.gain.median > 1 + one.record.noise_floor for one in found)

@@ -118,7 +118,7 @@ def test_a_kernel_that_never_returns_times_out(judge: BenchJudge, doctor: Doctor
 
 def test_whoever_fails_in_rounds_is_named_by_its_position(judge: BenchJudge, doctor: Doctor) -> None:
     late = doctor.spoil(BAD, f"if (calls > 100) {CRASH}")  # past verification
-    failed = judge.rounds([ANCHOR, GOOD, late], WORKLOAD, 3, seed=1)
+    failed = judge.rounds([ANCHOR, GOOD, late], WORKLOAD, 120, seed=1)  # a round calls each at least once
     assert failed == {2: LaunchFailed(f"SIGSEGV while racing on {WORKLOAD}")}
     samples = judge.rounds([ANCHOR, GOOD, GOOD], WORKLOAD, 3, seed=1)
     assert [len(row) for row in samples] == [3, 3, 3]

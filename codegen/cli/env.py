@@ -22,7 +22,15 @@ PACKAGES = (
     "pydantic",
     "fbgemm-gpu-cpu",
 )
-SETTINGS = ("EMBFORGE_CACHE_DIR", "EMBFORGE_TUNED_DIR", "EMBFORGE_KERNELS", "EMBFORGE_JIT", "CXX")
+SETTINGS = (
+    "EMBFORGE_CACHE_DIR",
+    "EMBFORGE_TUNED_DIR",
+    "EMBFORGE_SHIPPED_DIR",
+    "EMBFORGE_STUDIES",
+    "EMBFORGE_KERNELS",
+    "EMBFORGE_JIT",
+    "CXX",
+)
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
     project   embforge-tuned/ beside the spec's TOML file, else in the current directory
     user      EMBFORGE_TUNED_DIR, else the platform's data directory of this user
-    shipped   in the package, read only
+    shipped   in the package, read only (or EMBFORGE_SHIPPED_DIR; an empty directory: nothing)
 
 One file a meaning, named by it. What cannot be read is a `Problem`, never an exception: a bad file costs its own
 result and nothing else.
@@ -70,9 +70,15 @@ def user_dir() -> Path:
     return Path(platformdirs.user_data_dir("embforge", appauthor=False)) / "tuned"
 
 
-@cache
 def shipped_dir() -> Path | None:
-    """What the package came with; None if it has no files of its own. Found without importing the tuner."""
+    """`EMBFORGE_SHIPPED_DIR`, else what the package came with; None if it has no files of its own."""
+    chosen = os.environ.get("EMBFORGE_SHIPPED_DIR")
+    return Path(chosen) if chosen else _packaged()
+
+
+@cache
+def _packaged() -> Path | None:
+    """Found without importing the tuner."""
     found = find_spec("embforge.tuner")
     places = found.submodule_search_locations if found else None
     return Path(places[0]) / "shipped" if places else None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from embforge.codegen.tuned.hardware import parse_bytes
 from embforge.tuner.measure import MIN_ROUNDS, Measurement, Rotation, interleaved_rounds, measure
 from embforge.tuner.timers import (
     COLD_REPEATS,
@@ -19,7 +20,6 @@ from embforge.tuner.timers import (
     CudaTimer,
     cpu_cache_bytes,
     gpu_clocks,
-    parse_bytes,
 )
 from embforge.tuner.workload import Batch
 

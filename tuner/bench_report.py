@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from embforge.codegen.machine import cpu_model, package_version
+from embforge.codegen.tuned.hardware import parse_bytes
 from embforge.tuner.measure import Measurement, Ratio
 from embforge.tuner.quiet import QUIET
-from embforge.tuner.timers import USUAL_CACHE_BYTES, parse_bytes
+from embforge.tuner.timers import USUAL_CACHE_BYTES
 
 OURS = "embforge"
 LIMIT = "limit"

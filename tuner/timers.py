@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from embforge.codegen.tuned.hardware import parse_bytes
+
 SAMPLE_SECONDS = 1e-3
 """A warm sample lasts at least this long: below, the clock and the interpreter's own noise are what is measured."""
 WARM_UP_CALLS = 5
@@ -135,13 +137,6 @@ def cpu_cache_bytes() -> int:
         if level in ("2", "3") and shared and size:
             found[level, shared] = parse_bytes(size)
     return sum(found.values()) or USUAL_CACHE_BYTES
-
-
-def parse_bytes(text: str) -> int:
-    """A size as Linux writes it: 32768K."""
-    text = text.strip()
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
-    return int(text.rstrip("KMG")) * factor
 
 
 def gpu_clocks(index: int) -> dict[str, int | None]:

@@ -47,6 +47,12 @@ def any_gpu(arch: str) -> Hardware:
     return Hardware("gpu", f"any {arch} GPU", {"arch": arch}, {})
 
 
+def parse_bytes(text: str) -> int:
+    """A size as Linux writes it: 32768K. `ValueError` for anything else."""
+    text = text.strip()
+    return int(text.rstrip("KMG")) * UNITS.get(text[-1:], 1)
+
+
 def _usable_cpus() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
@@ -81,7 +87,7 @@ def _linux_caches(cpu: int) -> dict[str, int]:
             level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
             name = CACHES.get((level, kind))
             if name:
-                found[name] = int(size.rstrip("KMG")) * UNITS.get(size[-1:], 1)
+                found[name] = parse_bytes(size)
         except (OSError, ValueError):  # a container or a hypervisor hides it: one size less is known
             continue
     return found

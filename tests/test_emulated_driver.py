@@ -65,6 +65,7 @@ def test_the_launcher_works_and_nearly_all_of_it_runs() -> None:
         assert int(ran) >= LEAST_COVERED * int(lines), f"{name}: lines {ast.literal_eval(missing)} never ran"
 
 
+@pytest.mark.soak
 def test_mistakes_in_the_launcher_are_found() -> None:
     printed = passes("emulated_driver.mutants")
     assert printed.count("killed\t") == len(mutants.mutants()) > 50, printed

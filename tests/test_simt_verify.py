@@ -23,9 +23,9 @@ from embforge.verify import VerifyReport, check_on_simt, distinct, plans_to_veri
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
 """One of each kind: least shared memory, 16-byte loads, hardware fp8, 32-byte loads, fewer threads a multiprocessor."""
-CHUNKS = {"dlrm": 4, "llm_vocab": 1, "mixed": 8}
+CHUNKS = {"dlrm": 8, "llm_vocab": 4, "mixed": 8}
 """Tests that a spec's plans are divided among, so that workers of pytest-xdist have equal parts."""
-ALWAYS = {"dlrm": 4, "llm_vocab": 1, "mixed": 2}
+ALWAYS = {"dlrm": 2, "llm_vocab": 1, "mixed": 1}
 """How many of these every run of the tests has; the others, whose images take seconds to compile, are for the soak."""
 
 

@@ -135,6 +135,7 @@ def test_kill_9_loses_repeats_and_leaves_nothing(fresh_cache: Path) -> None:
     assert sum(again["outcomes"].values()) == len(after)
 
 
+@pytest.mark.soak
 def test_two_commands_share_a_study() -> None:
     both = [command("--trials", "3", "--json") for _ in range(2)]
     results = [told_by(process)[0] for process in both]

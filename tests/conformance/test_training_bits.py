@@ -18,7 +18,7 @@ from embforge.codegen.training import training_plans
 from embforge.training_run import Trained, bits_of, training_run
 
 STEPS, FEW_STEPS = 50, 12
-AT_LENGTH = ("sgd", "rowwise_adagrad", "adam", "custom")
+AT_LENGTH = ("rowwise_adagrad", "adam")
 """Rules whose runs are long in every test run; those of the others only in the soak."""
 DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3")
 KINDS = [(pooling, weighted) for pooling in POOLINGS for weighted in (False, pooling != "max")]

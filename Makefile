@@ -29,9 +29,9 @@ test: $(READY) ## all tests (10 minutes at most)
 soak: $(READY) ## kills, fuzzing and long runs
 	HYPOTHESIS_PROFILE=soak $(RUN)python -m pytest -m "soak or hypothesis"
 
-bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch and FBGEMM (25 minutes); writes dated JSON
+bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch, FBGEMM, TorchRec (35 minutes); writes dated JSON
 	$(RUN)python -m benchmarks.build_times
-	status=0; for part in "run forward" "run training" linear; do \
+	status=0; for part in "run forward" "run training" linear sharded; do \
 	    $(RUN)python -m benchmarks.$$part || status=1; done; exit $$status
 
 oracle: $(READY) ## ten runs of the tuner beside spaces that were measured whole (40 minutes); rewrites docs/tuning.md
@@ -92,4 +92,4 @@ typing:
 	rm -rf .typing
 	mkdir -p .typing/embforge
 	ln -s $(addprefix ../../,$(wildcard runtime/*)) ../../codegen ../../templates ../../tuner .typing/embforge/
-	ln -s ../../examples/specs .typing/embforge/specs
+	ln -s ../../examples/specs ../../examples/topologies .typing/embforge/

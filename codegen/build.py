@@ -148,7 +148,12 @@ def _cached_or_refuse(plan: Plan, target: Target, source: str, directory: Path |
     if entry is not None:
         return entry
     looked = f"{directory} and the cache" if directory else "the cache"
+    if plan.op == "stages":
+        remedy = "let one process compile it, with EMBFORGE_JIT unset and the same EMBFORGE_CACHE_DIR"
+    else:
+        command = manifest.gen_command(plan, directory)
+        remedy = f"make it beforehand by `{command}` and set EMBFORGE_KERNELS={directory or 'DIR'}"
     raise MissingKernelError(
         f"kernel {plan.uri} is not in {looked}, and EMBFORGE_JIT={os.environ['EMBFORGE_JIT']} forbids compiling it; "
-        f"make it beforehand by `{manifest.gen_command(plan, directory)}` and set EMBFORGE_KERNELS={directory or 'DIR'}"
+        f"{remedy}"
     )

@@ -49,3 +49,7 @@ class WorkloadError(EmbforgeError, ValueError):
 
 class TunedError(EmbforgeError, ValueError):
     """A tuned result that cannot be read, found or stored: names the file, what is wrong and the remedy."""
+
+
+class RankError(EmbforgeError, RuntimeError):
+    """Another rank of a sharded module failed, died or disagrees. Names the rank, if it is known, and the remedy."""

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from embforge import functional as functional
     from embforge import optim as optim
     from embforge.codegen.errors import CacheError as CacheError
     from embforge.codegen.errors import CompileError as CompileError
@@ -47,6 +48,7 @@ _HOME = {
     "LaunchError": "embforge.codegen.errors",
     "MissingKernelError": "embforge.codegen.errors",
     "PlanError": "embforge.codegen.errors",
+    "RankError": "embforge.codegen.errors",
     "RuleError": "embforge.codegen.errors",
     "SpecError": "embforge.codegen.errors",
     "TableSpec": "embforge.codegen.spec",
@@ -56,7 +58,7 @@ _HOME = {
     "record": "embforge.recording",
 }
 
-_MODULES = ("optim",)
+_MODULES = ("functional", "optim", "sharded")
 
 __all__ = sorted([*_HOME, *_MODULES, "__version__"])
 

@@ -53,8 +53,8 @@ def test_the_driver_behaves_as_a_driver_and_verify_finds_a_gpu() -> None:
     passes("pytest", *PYTEST, "emulated_driver/check_driver.py", "emulated_driver/check_verify.py")
 
 
-def test_a_module_trains_on_emulated_devices() -> None:
-    passes("pytest", *PYTEST, "emulated_driver/check_module.py")
+def test_a_module_trains_and_stages_run_on_emulated_devices() -> None:
+    passes("pytest", *PYTEST, "emulated_driver/check_module.py", "emulated_driver/check_stages.py")
 
 
 def test_the_launcher_works_and_nearly_all_of_it_runs() -> None:

@@ -10,6 +10,7 @@ from embforge.codegen.cli.common import EXIT_CODES, Commands
 from embforge.codegen.cli.demo import demo
 from embforge.codegen.cli.env import env
 from embforge.codegen.cli.gen import gen
+from embforge.codegen.cli.plan import plan
 from embforge.codegen.cli.record import record
 from embforge.codegen.cli.schema import schema
 from embforge.codegen.cli.tune import tune
@@ -26,5 +27,5 @@ def main() -> None:
     """
 
 
-for _command in (gen, verify, bench, tune, tuned, record, env, cache, schema, demo):
+for _command in (gen, verify, bench, tune, tuned, plan, record, env, cache, schema, demo):
     main.add_command(_command)

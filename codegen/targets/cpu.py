@@ -22,6 +22,7 @@ from embforge.codegen.signature import arguments_of, prototype
 from embforge.codegen.targets import Source, Target
 from embforge.codegen.targets.cpu_backward import backward_facts, reduce_facts, weight_gradient_facts
 from embforge.codegen.targets.cpu_geometry import lies_in_cache, rows_at_once, streams_results, touched_bytes
+from embforge.codegen.targets.cpu_stages import stage_facts
 from embforge.codegen.targets.isa import FLAGS, isa_of
 
 BAG_OVERHEAD_BYTES = 64
@@ -147,6 +148,7 @@ CPU = Target(
         "backward": Source("cpu/backward.cpp.j2", backward_facts),
         "reduce": Source("cpu/backward.cpp.j2", reduce_facts),
         "weight_gradient": Source("cpu/weight_gradient.cpp.j2", weight_gradient_facts),
+        "stages": Source("cpu/stages.cpp.j2", stage_facts),
     },
     source_suffix=".cpp",
     binary_suffix=".so",

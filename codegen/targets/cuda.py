@@ -38,6 +38,7 @@ from embforge.codegen.targets.cuda_launch import (
     widest_pooled,
 )
 from embforge.codegen.targets.cuda_long import LongGeometry, LongKind, long_geometry
+from embforge.codegen.targets.cuda_stages import stage_facts
 from embforge.codegen.targets.nvrtc import compile_cubin, nvrtc_fingerprint
 from embforge.codegen.targets.sass import kernel_resources
 
@@ -304,6 +305,7 @@ CUDA = Target(
         "backward": Source("cuda/backward.cu.j2", backward_facts),
         "reduce": Source("cuda/backward.cu.j2", backward_facts),
         "weight_gradient": Source("cuda/weight_gradient.cu.j2", weight_gradient_facts),
+        "stages": Source("cuda/stages.cu.j2", stage_facts),
     },
     source_suffix=".cu",
     binary_suffix=".cubin",

@@ -20,6 +20,7 @@ from embforge.codegen.targets.cuda_backward_geometry import backward_params, row
 from embforge.codegen.targets.cuda_geometry import BIG_ROW, cuda_params, geometry_of
 from embforge.codegen.targets.cuda_launch import shape_of
 from embforge.codegen.targets.cuda_long import long_geometry
+from embforge.codegen.targets.cuda_stages import THREADS
 
 LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
 LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7
@@ -107,11 +108,13 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
 
 def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelCode) -> dict[str, Any]:
     forward = plan.op.startswith("forward")
-    arch, threads = arch_named(plan.arch), cuda_params(plan).block if forward else backward_params(plan).block
+    arch, threads = arch_named(plan.arch), _threads(plan)
     shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from there on
     shared += shape_of(plan).shared_of(symbol) if forward else 0
     resident = resident_threads(arch, threads, registers, shared)
-    use = {None: (0, 1.0)} | (_use(plan) if forward else _backward_use(plan))
+    use: dict[str | None, tuple[int, float]] = {None: (0, 1.0)}
+    if plan.op != "stages":
+        use |= _use(plan) if forward else _backward_use(plan)
     in_flight = [(g, round(sum(g.widths) * resident * use[g.struct][1])) for g in code.groups]
     return {
         "symbol": symbol,
@@ -125,6 +128,13 @@ def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelC
             {"bucket": g.struct, "load_bytes": min(g.widths), "loads": len(g.widths), "bytes": n} for g, n in in_flight
         ],
     }
+
+
+def _threads(plan: Plan) -> int:
+    """Threads of a block."""
+    if plan.op == "stages":
+        return THREADS
+    return cuda_params(plan).block if plan.op.startswith("forward") else backward_params(plan).block
 
 
 def _use(plan: Plan) -> dict[str | None, tuple[int, float]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.rules.language import program_of
-from embforge.codegen.rules.program import Choice, Kind, Node, Number, Operation, Reduction
+from embforge.codegen.rules.program import Choice, Definition, Kind, Node, Number, Operation, Reduction
 from embforge.codegen.rules.rule import HYPER, Update
 from embforge.codegen.semantics import ROW_LANES
 from embforge.launch.reference import ieee_sqrt
@@ -34,7 +34,7 @@ def apply_rule(
     `hyper` is as a kernel gets it: `HYPER`, then the rule's own numbers. With float32 every operation is IEEE and
     rounded, as in the generated code; with float64 the same formulas are computed without that rounding.
     """
-    return _Evaluation(update, hyper, t, g, w, states, dtype).results()
+    return Evaluation(update, hyper, t, g, w, states, dtype).results()
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def row_sum(x: Tensor) -> Tensor:
     return lanes[:, 0]
 
 
-class _Evaluation:
+class Evaluation:
     """One call of a rule: the steps of its program in order, by name."""
 
     def __init__(
@@ -81,15 +81,19 @@ class _Evaluation:
             for step in self.program.steps:
                 if isinstance(step, Reduction):
                     self.values[step.name] = self.reduced(step)
-                    continue
-                value = self.value(step.value)
-                if step.kind != Kind.SCALAR:
-                    value = self.tensor(value).expand(self.shapes[step.kind])
-                self.values[step.name] = value
+                else:
+                    self.define(step)
         found = {name: self.tensor(self.values[result.name]) for name, result in self.program.results}
         rows = {state.name for state in self.program.rule.states if state.extent == "row"}
         new = {name: (value[:, 0] if name in rows else value).contiguous() for name, value in found.items()}
         return new.pop("w"), new
+
+    def define(self, step: Definition) -> None:
+        """Gives the step's name its value."""
+        value = self.value(step.value)
+        if step.kind != Kind.SCALAR:
+            value = self.tensor(value).expand(self.shapes[step.kind])
+        self.values[step.name] = value
 
     def reduced(self, step: Reduction) -> Tensor:
         x = self.tensor(self.value(step.value))

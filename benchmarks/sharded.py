@@ -1,0 +1,224 @@
+"""Sharded training steps beside TorchRec, on gloo: `python -m benchmarks.sharded`.
+
+Starts its own processes, one thread each. A step is lookup, exchange, backward and fused SGD of one batch a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.criteria import Verdict
+from benchmarks.page import PAGE, facts_line, replace_between
+from benchmarks.sharded_cases import Case, read_cases
+from benchmarks.sharded_ranks import PLANS, TOLERANCE, TORCHREC, Outcome, Task, run_rank
+from embforge.codegen.machine import package_version
+from embforge.tuner.bench_report import OURS, machine_facts
+from embforge.tuner.quiet import QUIET
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).with_name("results")
+LATEST = "latest-sharded.json"
+BEGIN, END = "<!-- sharded results: written by make bench -->", "<!-- end of sharded results -->"
+CONTENDERS = (OURS, TORCHREC)
+RANKS = (2, 4)
+FASTER = 1.5
+"""How many times as fast as TorchRec a step must be."""
+PROCESS = {
+    "OMP_NUM_THREADS": "1",
+    # glibc gives large buffers back to the system and faults them in anew at every step: TorchRec takes up to twice as
+    # long so. A careful user would not leave it at that: freed memory stays with the process, for both contenders.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+"""The environment of the ranks."""
+SECONDS, QUICK_SECONDS = 10.0, 1.5
+PATIENCE = 20.0
+
+
+@click.command()
+@click.option("--only", type=click.Choice(CONTENDERS), help="One contender alone.")
+@click.option("--case", "wanted", multiple=True, metavar="TEXT", help="Cases whose name contains TEXT (repeatable).")
+@click.option("--plan", "plans", multiple=True, type=click.Choice(PLANS), default=PLANS, help="Plans (repeatable).")
+@click.option("--ranks", multiple=True, type=click.IntRange(1), default=RANKS, show_default=True, help="(repeatable)")
+@click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s a case and plan, no waiting.")
+@click.option("--seconds", type=float, help="Measuring time a case and plan.")
+@click.option(
+    "--write/--no-write", default=None, help="JSON and page; by default after a full run (page: undisturbed)."
+)
+def main(
+    only: str | None,
+    wanted: tuple[str, ...],
+    plans: tuple[str, ...],
+    ranks: tuple[int, ...],
+    quick: bool,
+    seconds: float | None,
+    write: bool | None,
+) -> None:
+    """Times sharded training steps of embforge and TorchRec in the same processes, and prints ratios and verdicts."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    cases = [case for case in read_cases() if not wanted or any(text in case.name for text in wanted)]
+    if not cases:
+        raise click.BadParameter(f"no case's name contains {' or '.join(wanted)}")
+    budget = seconds if seconds is not None else QUICK_SECONDS if quick else SECONDS
+    names = CONTENDERS if only is None else (only,)
+    outcomes: list[Outcome] = []
+    for count in ranks:
+        outcomes += run_group(count, cases, plans, names, budget, 0.0 if quick else PATIENCE)
+    console.print(results_table(outcomes))
+    verdicts = judge(outcomes)
+    for verdict in verdicts:
+        if not verdict.passed:
+            console.print(f"[red]FAIL[/] {verdict.criterion}: {verdict.measured}")
+    full = not (wanted or quick or only) and set(plans) == set(PLANS) and set(ranks) == set(RANKS)
+    if write if write is not None else full:
+        publish(outcomes, verdicts, cases, console, page=bool(write) or not any(o.disturbed for o in outcomes))
+    if not all(verdict.passed for verdict in verdicts):
+        sys.exit(1)
+
+
+def run_group(
+    ranks: int, cases: Sequence[Case], plans: Sequence[str], names: Sequence[str], seconds: float, patience: float
+) -> list[Outcome]:
+    """All cases under all plans in one group of new processes; prints a line each. A rank that fails ends them all."""
+    os.environ.update(PROCESS)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
+        found = manager.list()
+        rendezvous = (Path(folder) / "rendezvous").as_uri()
+        task = Task(ranks, tuple(cases), tuple(plans), tuple(names), seconds, patience, rendezvous)
+        spawn(_process, (task, found), nprocs=ranks)
+        return list(found)
+
+
+def _process(rank: int, task: Task, found: list[Outcome]) -> None:
+    def report(outcome: Outcome) -> None:
+        found.append(outcome)
+        print(_line(outcome), flush=True)
+
+    run_rank(rank, task, report)
+
+
+def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
+    """Every criterion of every outcome; the ratio only where both ran."""
+    verdicts = []
+    for outcome in outcomes:
+        where = f"{outcome.case}, {_plan(outcome)}, {outcome.ranks} ranks"
+        for name in outcome.disagreeing:
+            measured = f"{name} differs by {outcome.differences[name]:.1e}"
+            verdicts.append(Verdict(f"{where}: results and rows within {TOLERANCE:g} of plain torch", measured, False))
+        if outcome.disturbed:
+            asked = f"{where}: others use at most {QUIET:g} CPUs meanwhile"
+            verdicts.append(Verdict(asked, f"{outcome.others:.2f} CPUs: measure again", False))
+        if outcome.ratio is not None:
+            measured = f"{outcome.ratio.median:.2f}x"
+            verdicts.append(Verdict(f"{where}: {FASTER:g}x TorchRec", measured, outcome.ratio.median >= FASTER))
+    return verdicts
+
+
+HEADINGS = ("case", "plan", "ranks", "embforge ms", "TorchRec ms", "vs TorchRec", "verdict")
+
+
+def results_table(outcomes: Sequence[Outcome]) -> Table:
+    """A line a case, plan and number of ranks."""
+    table = Table(*HEADINGS)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for outcome in outcomes:
+        disturbed = " [yellow](disturbed)" if outcome.disturbed else ""
+        *cells, verdict = _cells(outcome)
+        colour = {"pass": "[green]", "miss": "[red]"}.get(verdict, "[dim]")
+        table.add_row(cells[0] + disturbed, *cells[1:], colour + verdict)
+    return table
+
+
+def publish(
+    outcomes: Sequence[Outcome], verdicts: Sequence[Verdict], cases: Sequence[Case], console: Console, *, page: bool
+) -> None:
+    """Writes the dated result file; with `page` also the latest one and its part of docs/benchmarks.md."""
+    machine = {**machine_facts(), "threads": "1 a rank", "torchrec": package_version("torchrec") or "not installed"}
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine,
+        "cases": [{"name": c.name, "table_bytes": c.table_bytes, "batch_a_rank": c.batch} for c in cases],
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
+    lines = ",\n".join(json.dumps(outcome.to_json()) for outcome in outcomes)
+    text = json.dumps(record, indent=1)[:-2] + f',\n "outcomes": [\n{lines}\n ]\n}}\n'
+    RESULTS.mkdir(exist_ok=True)
+    dated = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}-sharded.json"
+    dated.write_text(text, encoding="utf-8")
+    console.print(f"wrote {dated.relative_to(ROOT)}")
+    if not page:
+        console.print(f"[yellow]others used the machine: {LATEST} and the page stay as they were[/] (--write replaces)")
+        return
+    (RESULTS / LATEST).write_text(text, encoding="utf-8")
+    replace_between(ROOT / "docs" / PAGE, BEGIN, END, results_markdown(outcomes, verdicts, cases, machine))
+    console.print(f"wrote {LATEST} beside it and docs/{PAGE}")
+
+
+def results_markdown(
+    outcomes: Sequence[Outcome], verdicts: Sequence[Verdict], cases: Sequence[Case], machine: dict[str, str]
+) -> str:
+    """The table as it stands on the page, the sizes of the cases, and every criterion that was missed."""
+    sizes = "; ".join(f"{case.name}: {case.table_bytes / 1e6:,.0f} MB of rows" for case in cases)
+    more = int(machine["cpus"]) < max(outcome.ranks for outcome in outcomes)
+    lines = [
+        facts_line(machine)[:-1] + f", torchrec {machine['torchrec']}.",
+        "",
+        "Milliseconds a step of the slowest rank (medians): lookup, exchange, backward and fused SGD of one batch a "
+        "rank, over gloo on this machine alone; ratios are medians of paired rounds with their 95 % interval. B is the "
+        f"batch of a rank. {sizes}."
+        + (f" Ranks beyond {machine['cpus']} share the machine's {machine['cpus']} CPUs." if more else ""),
+        "",
+        f"| {' | '.join(HEADINGS)} |",
+        "|---|---|" + "--:|" * (len(HEADINGS) - 3) + "---|",
+    ]
+    for outcome in outcomes:
+        *cells, verdict = _cells(outcome)
+        lines.append(f"| {' | '.join(cells)} | {verdict if verdict != 'miss' else '**miss**'} |")
+    lines += ["", *(f"- **miss**: {v.criterion}; measured {v.measured}." for v in verdicts if not v.passed)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(outcome: Outcome) -> str:
+    times = "  ".join(f"{name} {ms:,.2f} ms" for name, ms in outcome.medians.items())
+    ratio = f"  {_ratio(outcome)}" if outcome.ratio else ""
+    differs = ", ".join(f"{name} {value:.0e}" for name, value in outcome.differences.items())
+    others = f"; others used {outcome.others:.2f} CPUs" if outcome.disturbed else ""
+    notes = ", ".join(filter(None, outcome.notes.values()))
+    where = f"{outcome.ranks} ranks  {outcome.case:40} {_plan(outcome):10}"
+    return f"{where}  {times}{ratio}  (differs by {differs}; {notes}{others})"
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    times = [f"{outcome.medians[name]:,.2f}" if name in outcome.medians else "-" for name in CONTENDERS]
+    verdicts = judge([outcome])
+    verdict = ("pass" if all(v.passed for v in verdicts) else "miss") if verdicts else "-"
+    return [outcome.case, _plan(outcome), str(outcome.ranks), *times, _ratio(outcome), verdict]
+
+
+def _ratio(outcome: Outcome) -> str:
+    ratio = outcome.ratio
+    return f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else "-"
+
+
+def _plan(outcome: Outcome) -> str:
+    return outcome.plan.replace("_", "-")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The collections of the sharded benchmark: their tables, the batch of every rank, and what a step must give.
+
+All of it follows from seeds alone, so every rank can work out what any rank has.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from embforge.codegen.layout import layout_of
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.tuner.peers import fill_table
+from embforge.tuner.workload import make_batch, parse
+
+CASES = Path(__file__).with_name("sharded_cases.toml")
+LEARNING_RATE = 0.05
+BATCHES = 4
+"""Batches of a rank, in turn."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One rank's batch, feature-major, with the gradient of its result."""
+
+    size: int
+    values: Tensor
+    lengths: Tensor
+    offsets: Tensor
+    gradient: Tensor
+
+    def feature(self, index: int) -> tuple[Tensor, Tensor]:
+        """Ids and bag borders of one feature."""
+        offsets = self.offsets[index * self.size : (index + 1) * self.size + 1]
+        return self.values[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collection and its traffic. Table i has feature i."""
+
+    name: str
+    spec: CollectionSpec
+    loads: tuple[str, ...]
+    """The workload of each feature."""
+    batch: int
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(table.num_embeddings * table.embedding_dim * 4 for table in self.spec.tables)
+
+    def full_table(self, index: int) -> Tensor:
+        """A table as it is before the first step."""
+        table = self.spec.tables[index]
+        rows = torch.empty(table.num_embeddings, table.embedding_dim)
+        fill_table(rows, index)
+        return rows
+
+    def inputs(self, rank: int, turn: int) -> Inputs:
+        """The rank's batch of a turn."""
+        seed = turn * 1009 + rank
+        pairs = zip(self.spec.tables, self.spec.features, self.loads, strict=True)
+        parts = [
+            make_batch(CollectionSpec((table,), (feature,)), parse(load), seed * 101 + index)
+            for index, (table, feature, load) in enumerate(pairs)
+        ]
+        lengths = torch.cat([torch.from_numpy(part.offsets).diff() for part in parts])
+        generator = torch.Generator().manual_seed(seed)
+        return Inputs(
+            self.batch,
+            torch.cat([torch.from_numpy(part.values) for part in parts]),
+            lengths,
+            functional.pad(lengths.cumsum(0), (1, 0)),
+            torch.randn(self.batch, layout_of(self.spec).output_width, generator=generator),
+        )
+
+    def columns(self) -> Iterator[slice]:
+        """Where each feature stands in a result in the spec's order."""
+        start = 0
+        for table in self.spec.tables:
+            yield slice(start, start + table.embedding_dim)
+            start += table.embedding_dim
+
+    def ranks_of_tables(self, world_size: int) -> list[int]:
+        """A table-wise placement with about equal work on all ranks: heaviest first, each to the least loaded rank."""
+        first = self.inputs(0, 0)
+        work = [
+            (first.feature(index)[0].numel() + self.batch) * table.embedding_dim
+            for index, table in enumerate(self.spec.tables)
+        ]
+        loads, ranks = [0] * world_size, [0] * len(work)
+        for index in sorted(range(len(work)), key=lambda i: -work[i]):
+            ranks[index] = loads.index(min(loads))
+            loads[ranks[index]] += work[index]
+        return ranks
+
+    def expected_outputs(self, inputs: Inputs) -> Tensor:
+        """What a lookup gives before the first step: plain torch on whole tables."""
+        return torch.cat(
+            [
+                functional.embedding_bag(*_swapped(inputs.feature(index), self.full_table(index)), mode="sum")
+                for index in range(len(self.spec.tables))
+            ],
+            dim=1,
+        )
+
+    def expected_rows(self, index: int, everyone: list[Inputs]) -> Tensor:
+        """A table after one step of SGD with the gradients of all ranks added up, in double precision."""
+        rows = self.full_table(index)
+        columns = list(self.columns())[index]
+        cuts = [inputs.feature(index) for inputs in everyone]
+        changed, places = torch.cat([values for values, _ in cuts]).unique(return_inverse=True)
+        sums = torch.zeros(len(changed), rows.shape[1], dtype=torch.float64)
+        parts = zip(everyone, cuts, places.split([len(values) for values, _ in cuts]), strict=True)
+        for inputs, (_, offsets), own in parts:
+            bags = torch.arange(inputs.size).repeat_interleave(offsets.diff())
+            sums.index_add_(0, own, inputs.gradient[:, columns][bags].double())
+        rows[changed] = (rows[changed].double() - LEARNING_RATE * sums).float()
+        return rows
+
+
+def read_cases(path: Path = CASES) -> list[Case]:
+    """The cases of a file, in its order."""
+    return [_case(entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["case"]]
+
+
+def _case(entry: dict[str, Any]) -> Case:
+    rows, dims, bags = entry["rows"], entry["dims"], entry["bags"]
+    tables = tuple(
+        TableSpec(f"table{index}", rows[index % len(rows)], dims[index % len(dims)]) for index in range(entry["tables"])
+    )
+    features = tuple(FeatureSpec(f"feature{index}", table.name) for index, table in enumerate(tables))
+    loads = tuple(
+        f"{entry['ids']},len={bags[index % len(bags)]},batch={entry['batch']}" for index in range(len(tables))
+    )
+    slug = re.sub(r"[^A-Za-z0-9]+", "_", entry["name"]).strip("_").lower()
+    name = slug if slug[0].isalpha() else f"case_{slug}"
+    return Case(entry["name"], CollectionSpec(tables, features, name=name), loads, entry["batch"])
+
+
+def _swapped(cut: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments of F.embedding_bag, which leaves the last border out."""
+    values, offsets = cut
+    return values, rows, offsets[:-1]

@@ -1,0 +1,134 @@
+"""TorchRec's ShardedEmbeddingBagCollection as a contender, in the fastest way of calling it that we know.
+
+The sharder itself, without DistributedModelParallel around it (no difference was measured); the fused CPU kernel of
+FBGEMM with exact SGD; no check of ids; gradients added up over ranks, not divided by their number, as our module does;
+the result taken in TorchRec's own column order, never regrouped. Inputs are made before the clock starts, with lengths
+and offsets both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.sharded_cases import LEARNING_RATE, Case, Inputs
+
+COLLECTIVES = ("asynchronous", "synchronous")
+"""TorchRec's two ways to call collectives; the faster one of a case is timed."""
+
+
+@dataclass(frozen=True, eq=False)
+class TorchRec:
+    """A sharded collection and how to call it."""
+
+    case: Case
+    module: Any
+    collectives: str
+    name: str = "torchrec"
+
+    @property
+    def note(self) -> str:
+        return f"{self.collectives} collectives"
+
+    def prepare(self, inputs: Inputs) -> tuple[Any, Tensor]:
+        """A KeyedJaggedTensor of its own for a step, because it keeps what it has worked out about itself."""
+        from torchrec import KeyedJaggedTensor
+
+        names = [feature.name for feature in self.case.spec.features]
+        made = KeyedJaggedTensor(names, inputs.values, lengths=inputs.lengths, offsets=inputs.offsets)
+        return made, self._own_order(inputs)
+
+    def step(self, prepared: tuple[Any, Tensor]) -> None:
+        """Forward, backward and update."""
+        made, gradient = prepared
+        self._forward(made).values().backward(gradient)
+
+    def checked_step(self, inputs: Inputs) -> Tensor:
+        """A step that hands back its result in the spec's order."""
+        made, gradient = self.prepare(inputs)
+        result = self._forward(made)
+        values = result.values()
+        values.backward(gradient)
+        by_name = result.to_dict()
+        return torch.cat([by_name[feature.name].detach() for feature in self.case.spec.features], dim=1)
+
+    def shards(self, index: int) -> Iterator[tuple[int, Tensor]]:
+        """The rows of a table that this rank has: the first row's number, and the rows."""
+        name = f"embedding_bags.{self.case.spec.tables[index].name}.weight"
+        for shard in self.module.state_dict()[name].local_shards():
+            yield shard.metadata.shard_offsets[0], shard.tensor
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Fills all tables as the case says."""
+        for index in range(len(self.case.spec.tables)):
+            whole = self.case.full_table(index)
+            for first, rows in self.shards(index):
+                rows.copy_(whole[first : first + rows.shape[0]])
+
+    def _forward(self, made: Any) -> Any:
+        from torchrec.distributed.comm_ops import set_use_sync_collectives
+
+        set_use_sync_collectives(self.collectives == "synchronous")
+        return self.module(made)
+
+    def _own_order(self, inputs: Inputs) -> Tensor:
+        """The gradient's columns as TorchRec orders them."""
+        columns = dict(zip((f.name for f in self.case.spec.features), self.case.columns(), strict=True))
+        names = self.module._embedding_names
+        return torch.cat([inputs.gradient[:, columns[name]] for name in names], dim=1)
+
+
+def torchrec_contenders(case: Case, plan: str) -> list[TorchRec]:
+    """One module, called in each of its ways."""
+    module = _sharded(case, plan, dist.get_world_size())
+    return [TorchRec(case, module, collectives) for collectives in COLLECTIVES]
+
+
+def _sharded(case: Case, plan: str, world_size: int) -> Any:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+    from torchrec.distributed.comm_ops import set_gradient_division
+    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.types import ShardingEnv
+
+    set_gradient_division(False)
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            embedding_dim=table.embedding_dim,
+            num_embeddings=table.num_embeddings,
+            feature_names=[feature.name],
+            pooling=PoolingType.SUM,
+        )
+        for table, feature in zip(case.spec.tables, case.spec.features, strict=True)
+    ]
+    whole = EmbeddingBagCollection(configs, device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={
+            "optimizer": EmbOptimType.EXACT_SGD,
+            "learning_rate": LEARNING_RATE,
+            "bounds_check_mode": BoundsCheckMode.NONE,
+        }
+    )
+    kernel = EmbeddingComputeKernel.FUSED.value
+    ranks = case.ranks_of_tables(world_size)
+    parameters = {
+        table.name: row_wise(compute_kernel=kernel)
+        if plan == "row_wise"
+        else table_wise(rank=rank, compute_kernel=kernel)
+        for table, rank in zip(case.spec.tables, ranks, strict=True)
+    }
+    placed = construct_module_sharding_plan(
+        whole, parameters, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return sharder.shard(whole, placed, env, torch.device("cpu"))

@@ -1,0 +1,281 @@
+"""`embforge plan`: which rank should hold which part of a spec's tables, and what a step would then cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from embforge.codegen.cli.common import (
+    CHECK_FAILED,
+    EXIT_CODES,
+    OK,
+    console,
+    json_option,
+    load_spec,
+    print_json,
+    stage_bar,
+    waiting,
+)
+
+if TYPE_CHECKING:
+    from embforge.codegen.sharding.auto import Choice
+    from embforge.codegen.sharding.cost import Step
+    from embforge.codegen.sharding.kinds import ShardPlan
+    from embforge.codegen.sharding.simulate import Simulation
+    from embforge.codegen.sharding.topology import Topology
+    from embforge.codegen.spec import CollectionSpec
+
+KIND_NAMES = ("data_parallel", "table_wise", "row_wise", "column_wise", "grid", "hierarchical")
+FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan on so many ranks."""
+
+    plan: ShardPlan
+    choices: Sequence[Choice]
+    """Why, of a plan that was searched for."""
+    simulation: Simulation
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("spec_text", metavar="[SPEC]", required=False)
+@click.option(
+    "--world-size",
+    "world_sizes",
+    multiple=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks; several times for a table of several. Default: as many as the topology has.",
+)
+@click.option(
+    "--topology",
+    metavar="FILE",
+    help="A TOML file, h100x8, a100x8 or laptop, or local: what --calibrate measured here. Default: local.",
+)
+@click.option("--kind", type=click.Choice(KIND_NAMES), help="This kind for every table, instead of a search.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The plan in a JSON file that --out wrote, instead of a search.",
+)
+@click.option("--only", "constraints", multiple=True, metavar="TABLE=KIND,..", help="Kinds that a table may have.")
+@click.option("--optimizer", default="rowwise_adagrad", show_default=True, metavar="RULE", help="none: a forward only.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=2048, show_default=True, help="Samples on each rank.")
+@click.option(
+    "--workload", default="uniform", show_default=True, help="Which rows are asked for: zipf:1.05, zipf:1.2,len=geo:20."
+)
+@click.option("--forward", type=click.Choice(FORMATS), default="fp32", show_default=True, help="Vectors on the wire.")
+@click.option("--gradients", type=click.Choice(FORMATS), default="fp32", show_default=True, help="Theirs.")
+@click.option(
+    "--duplicates", type=click.Choice(["keep", "merge"]), default="keep", show_default=True, help="As the module's."
+)
+@click.option("--calibrate", is_flag=True, help="First measure this machine (half a minute) and keep the numbers.")
+@click.option(
+    "--ranks", type=click.IntRange(2, 64), help="Processes that --calibrate starts. Default: one a GPU or CPU."
+)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as JSON.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the predictions: an SVG file.")
+@json_option
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    /,
+    spec_text: str | None,
+    world_sizes: tuple[int, ...],
+    topology: str | None,
+    kind: str | None,
+    plan_file: Path | None,
+    constraints: Sequence[str],
+    calibrate: bool,
+    ranks: int | None,
+    out: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    **step_words: Any,
+) -> None:
+    """Find a kind for every table of SPEC, so that a training step is short and every rank's memory suffices.
+
+    No rank need exist: a plan for 1024 GPUs can be made on a laptop. All numbers are predictions of a cost model
+    (docs/planning.md): memory with optimizer states, bytes over each link, seconds of a step, imbalance. They are as
+    good as the topology's numbers, which are data-sheet assumptions unless --calibrate measured them.
+
+    \b
+      embforge plan dlrm --topology h100x8                       eight GPUs
+      embforge plan dlrm --topology h100x8 --world-size 1024     128 such nodes
+      embforge plan dlrm --topology h100x8 --kind row_wise       what row-wise would cost
+      embforge plan dlrm --calibrate                             measure this machine, plan for it
+      embforge plan dlrm --topology h100x8 --out plan.json       for ShardPlan.from_dict
+      embforge plan dlrm --topology h100x8 --world-size 8 --world-size 64 --world-size 512 --plot scaling.svg
+
+    Exits with 1 if a plan that was given (--kind, --plan) does not fit into memory; with 2, naming the table, if no
+    plan does.
+    """
+    if kind and plan_file:
+        raise click.UsageError("--kind and --plan both say what the plan is; give one of them", ctx)
+    if spec_text is None and not calibrate:
+        raise click.UsageError("Missing argument 'SPEC'; it may be left out with --calibrate only", ctx)
+    measured = _calibrate(ranks) if calibrate else None
+    if spec_text is None:
+        _print_measured(as_json)
+        return
+    from embforge.codegen.sharding.constants import with_tuned
+    from embforge.codegen.sharding.simulate import assumptions
+    from embforge.codegen.sharding.topology import load_topology
+
+    spec = load_spec(spec_text)
+    step = _step(spec, **step_words)
+    found = measured if measured is not None and topology is None else load_topology(topology)
+    found, notes = with_tuned(found, spec, step.update)
+    given = _given(spec, kind, plan_file)
+    planned = []
+    for size in world_sizes or (found.world_size,):
+        with waiting(f"planning {len(spec.tables)} tables on {size} ranks"):
+            planned.append(_plan(spec, found.of_size(size), step, given, _constraints(constraints)))
+    notes = [*assumptions(found, step), *notes]
+    if out is not None:
+        out.write_text(json.dumps(planned[-1].plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        from embforge.codegen.sharding.plot import draw
+
+        kinds = kind or (plan_file.name if plan_file else "planned by ShardPlan.auto")
+        picture = draw([one.simulation for one in planned], f"{spec.name or 'spec'} on {found.name}: {kinds}", notes)
+        plot.write_text(picture, encoding="utf-8")
+    files = {"plan": out, "plot": plot}
+    if as_json:
+        print_json(_json(planned, notes, files))
+    else:
+        _print(spec, planned, notes, files)
+    ctx.exit(OK if all(one.simulation.fits for one in planned) else CHECK_FAILED)
+
+
+def _calibrate(ranks: int | None) -> Topology:
+    with waiting("loading torch"):
+        from embforge.sharded.calibrate import calibrate as measure
+    from embforge.codegen.sharding.topology import save_calibrated
+
+    with stage_bar() as tell:
+        found = measure(ranks, tell=tell)
+    path = save_calibrated(found)
+    click.echo(f"embforge: measured {found.ranks_per_node} ranks of this machine; kept in {path}", err=True)
+    return found
+
+
+def _print_measured(as_json: bool) -> None:
+    from embforge.codegen.sharding.topology import calibrated_path
+
+    if as_json:
+        print_json({"topology": str(calibrated_path())})
+    else:
+        console().print(calibrated_path().read_text(), markup=False, end="")
+
+
+def _step(
+    spec: CollectionSpec,
+    optimizer: str,
+    batch_size: int,
+    workload: str,
+    forward: Any,
+    gradients: Any,
+    duplicates: Any,
+) -> Step:
+    from embforge.codegen.sharding.access import Access
+    from embforge.codegen.sharding.cost import Step
+    from embforge.codegen.sharding.traffic import Wire
+    from embforge.codegen.training import update_named
+    from embforge.tuner import workload as workloads
+
+    said = workloads.parse(workload)
+    numbers = workloads.traffic(spec, said)
+    length = numbers.bag_length if said.lengths is not None or "trace:" in workload else None
+    access = Access(numbers.skew or 0.0, length)
+    return Step(batch_size, access, update_named(optimizer), Wire(forward, gradients, duplicates))
+
+
+def _constraints(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for text in texts:
+        table, separator, kinds = text.partition("=")
+        if not separator:
+            raise click.UsageError(f"--only {text!r} is not TABLE=KIND,.., e.g. --only users=row_wise,column_wise")
+        found[table.strip()] = tuple(kind.strip() for kind in kinds.split(","))
+    return found
+
+
+def _given(spec: CollectionSpec, kind: str | None, plan_file: Path | None) -> ShardPlan | None:
+    from embforge.codegen.errors import PlanError
+    from embforge.codegen.sharding.kinds import ShardPlan
+
+    if kind is not None:
+        return ShardPlan({table.name: kind for table in spec.tables})
+    if plan_file is None:
+        return None
+    try:
+        data = json.loads(plan_file.read_text(encoding="utf-8"))
+        return ShardPlan.from_dict(data)
+    except (ValueError, AttributeError) as error:
+        raise PlanError(f"{plan_file}: not the JSON of a shard plan's to_dict(): {error}") from error
+
+
+def _plan(
+    spec: CollectionSpec,
+    topology: Topology,
+    step: Step,
+    given: ShardPlan | None,
+    constraints: dict[str, tuple[str, ...]],
+) -> Planned:
+    from embforge.codegen.sharding.auto import choose
+    from embforge.codegen.sharding.placement import place
+    from embforge.codegen.sharding.simulate import simulate
+
+    chosen = None
+    if given is None:
+        chosen = choose(spec, topology, step=step, constraints=constraints)
+    found = given if given is not None else chosen.plan if chosen is not None else None
+    assert found is not None
+    placement = place(found, spec, topology.world_size, topology.ranks_per_node)
+    return Planned(found, chosen.choices if chosen else (), simulate(placement, topology, step))
+
+
+def _json(planned: Sequence[Planned], notes: Sequence[str], files: dict[str, Path | None]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    runs = []
+    for one in planned:
+        tables = [asdict(choice) | {"kind": choice.kind.name} for choice in one.choices]
+        runs.append(one.simulation.to_json() | {"plan": one.plan.to_dict(), "tables": tables})
+    written = {name: str(path) for name, path in files.items() if path is not None}
+    return {"predicted": True, "assumptions": list(notes), "runs": runs, "files": written}
+
+
+def _print(
+    spec: CollectionSpec, planned: Sequence[Planned], notes: Sequence[str], files: dict[str, Path | None]
+) -> None:
+    from embforge.codegen.cli.plan_tables import byte_table, kind_table, memory_line, scaling_table, step_table
+
+    screen = console()
+    last = planned[-1]
+    if len(planned) == 1:
+        screen.print(kind_table(spec, last.plan, last.choices))
+        screen.print(byte_table(last.simulation))
+        screen.print(step_table(last.simulation))
+        screen.print(memory_line(last.simulation), soft_wrap=True, markup=False)
+    else:
+        screen.print(scaling_table([one.simulation for one in planned]))
+    if not all(one.simulation.fits for one in planned):
+        screen.print(
+            "does not fit into memory; leave --kind and --plan out to search for a plan that does", markup=False
+        )
+    screen.print("predicted, not measured:", markup=False)
+    for note in notes:
+        screen.print(f"  - {note}", soft_wrap=True, markup=False)
+    for name, path in files.items():
+        if path is not None:
+            screen.print(f"{name}: {path}", soft_wrap=True, markup=False)

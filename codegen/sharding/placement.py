@@ -1,0 +1,193 @@
+"""A shard plan on so many ranks: which rank holds which rows of which columns of every table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from embforge.codegen.errors import PlanError
+from embforge.codegen.sharding.kinds import By, ColumnWise, DataParallel, Grid, Hierarchical, Kind, ShardPlan, TableWise
+from embforge.codegen.spec import CollectionSpec, TableSpec
+
+COLUMN_UNIT = 4
+"""Pieces of columns are multiples of it where a table is wide enough, so that rows stay fit for vector loads."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One of `shards` parts of a table's rows."""
+
+    total: int
+    shards: int
+    shard: int
+    by: By
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the largest shard. All shards are allocated alike, so that one kernel serves all ranks."""
+        return -(-self.total // self.shards)
+
+    @property
+    def count(self) -> int:
+        """Rows of this one; 0 where there are fewer rows than shards."""
+        if self.by == "modulo":
+            return self.total // self.shards + (self.shard < self.total % self.shards)
+        return max(0, min(self.capacity, self.total - self.shard * self.capacity))
+
+    @property
+    def range(self) -> range:
+        """The rows themselves."""
+        if self.by == "modulo":
+            return range(self.shard, self.total, self.shards)
+        begin = min(self.shard * self.capacity, self.total)
+        return range(begin, begin + self.count)
+
+    def local(self, row: int) -> int | None:
+        """Where a row lies in this shard, or None."""
+        shard, place = (row % self.shards, row // self.shards) if self.by == "modulo" else divmod(row, self.capacity)
+        return place if shard == self.shard else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns `[begin, end)` of a table; `owners[r]` holds row shard r of them."""
+
+    begin: int
+    end: int
+    owners: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """Where one table lies. A replicated table has no pieces."""
+
+    table: TableSpec
+    kind: Kind
+    by: By
+    pieces: tuple[Piece, ...]
+
+    @property
+    def replicated(self) -> bool:
+        return not self.pieces
+
+    @property
+    def hierarchical(self) -> bool:
+        return isinstance(self.kind, Hierarchical)
+
+    @property
+    def columns_split(self) -> bool:
+        return len(self.pieces) > 1
+
+    def rows(self, piece: Piece, shard: int) -> Rows:
+        return Rows(self.table.num_embeddings, len(piece.owners), shard, self.by)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan on ranks. `node_size` ranks share a node: rank k is local rank `k % node_size` of node `k // node_size`."""
+
+    spec: CollectionSpec
+    world_size: int
+    node_size: int
+    tables: tuple[TablePlacement, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, TablePlacement]:
+        return {placed.table.name: placed for placed in self.tables}
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.node_size
+
+
+def place(plan: ShardPlan, spec: CollectionSpec, world_size: int, node_size: int | None = None) -> Placement:
+    """The plan on `world_size` ranks. `PlanError` names the table that cannot be placed so, and why."""
+    node_size = world_size if node_size is None else node_size
+    if world_size < 1 or node_size < 1 or world_size % node_size:
+        raise PlanError(
+            f"shard plan: {world_size} ranks on nodes of {node_size}; allowed: nodes of equal size, at least one rank"
+        )
+    known = {table.name for table in spec.tables}
+    for name, _ in plan.kinds:
+        if name not in known:
+            raise PlanError(f"shard plan: table {name!r} is not in the spec; its tables: {', '.join(sorted(known))}")
+    loads = [0.0] * world_size
+    placed: dict[str, TablePlacement] = {}
+    reads = reads_of(spec)
+    heaviest_first = sorted(spec.tables, key=lambda table: (-reads[table.name], table.name))
+    for table in heaviest_first:
+        one = place_table(table, plan.kind(table.name), world_size, node_size, loads)
+        for piece in one.pieces:
+            share = reads[table.name] * piece.width / table.embedding_dim / len(piece.owners)
+            for owner in piece.owners:
+                loads[owner] += share
+        placed[table.name] = one
+    return Placement(spec, world_size, node_size, tuple(placed[table.name] for table in spec.tables))
+
+
+def place_table(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads: list[float]) -> TablePlacement:
+    """One table by its kind; where the kind leaves ranks open, those with the least of `loads`."""
+    pieces = _pieces(table, kind, world_size, node_size, loads)
+    return TablePlacement(table, kind, getattr(kind, "by", "modulo"), pieces)
+
+
+def reads_of(spec: CollectionSpec) -> dict[str, float]:
+    """What a sample's lookups read of each table, in numbers."""
+    dims = {table.name: table.embedding_dim for table in spec.tables}
+    found = dict.fromkeys(dims, 0.0)
+    for feature in spec.features:
+        found[feature.table] += dims[feature.table] * (feature.hotness or 1)
+    return found
+
+
+def _pieces(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads: list[float]) -> tuple[Piece, ...]:
+    everyone = tuple(range(world_size))
+    dim = table.embedding_dim
+    if isinstance(kind, DataParallel):
+        return ()
+    if isinstance(kind, TableWise):
+        rank = min(everyone, key=lambda r: (loads[r], r)) if kind.rank is None else kind.rank
+        return (Piece(0, dim, _known(table, kind, (rank,), world_size)),)
+    if isinstance(kind, ColumnWise):
+        widest = max(1, dim // COLUMN_UNIT)
+        count = min(world_size, widest) if kind.pieces is None else kind.pieces
+        ranks = kind.ranks or tuple(sorted(everyone, key=lambda r: (loads[r], r)))
+        _known(table, kind, ranks, world_size)
+        borders = _borders(table, kind, count)
+        return tuple(Piece(*borders[i : i + 2], (ranks[i % len(ranks)],)) for i in range(count))
+    if isinstance(kind, Grid):
+        nodes = world_size // node_size
+        count = kind.pieces or min(nodes if nodes > 1 else 2, world_size, dim)
+        if count > world_size:
+            raise PlanError(f"shard plan: table {table.name!r}: {count} pieces on {world_size} ranks; at most as many")
+        borders = _borders(table, kind, count)
+        by_node = count == nodes > 1
+        parts = [everyone[i * node_size : (i + 1) * node_size] if by_node else everyone[i::count] for i in range(count)]
+        return tuple(Piece(*borders[i : i + 2], parts[i]) for i in range(count))
+    ranks = getattr(kind, "ranks", None) or everyone
+    return (Piece(0, dim, _known(table, kind, ranks, world_size)),)
+
+
+def _known(table: TableSpec, kind: Kind, ranks: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    for rank in ranks:
+        if not 0 <= rank < world_size:
+            raise PlanError(
+                f"shard plan: table {table.name!r}: {kind.name} on rank {rank}; there are ranks 0 to {world_size - 1}"
+            )
+    return ranks
+
+
+def _borders(table: TableSpec, kind: Kind, count: int) -> tuple[int, ...]:
+    """`count + 1` borders of columns, as even as whole units allow."""
+    dim = table.embedding_dim
+    if count > dim:
+        raise PlanError(
+            f"shard plan: table {table.name!r}: {kind.name} of {count} pieces, but it has {dim} columns; at most so many"
+        )
+    unit = COLUMN_UNIT if dim % COLUMN_UNIT == 0 and dim // COLUMN_UNIT >= count else 1
+    units = dim // unit
+    return tuple(i * units // count * unit for i in range(count + 1))

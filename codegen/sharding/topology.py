@@ -1,0 +1,218 @@
+"""The machines that a plan is made for: ranks, nodes, links and how fast they are. A TOML file of few numbers."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from embforge.codegen.cache import write_atomically
+from embforge.codegen.errors import PlanError
+from embforge.codegen.tuned.stores import user_dir
+
+GB = 1e9
+MICROSECOND = 1e-6
+LOCAL = "local"
+"""What `embforge plan --calibrate` calls the topology that it measured."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How one rank reaches others, each direction by itself."""
+
+    bandwidth: float
+    """Bytes a second, in each direction."""
+    latency: float
+    """Seconds that a collective takes whatever its bytes."""
+    message: float = 0.0
+    """Seconds that each further peer adds to a collective."""
+
+    def time(self, bytes_: Any, peers: int) -> Any:
+        """Seconds of one collective in which a rank sends so many bytes (one number or many) to so many peers."""
+        return (self.latency + self.message * peers + bytes_ / self.bandwidth) if peers else 0.0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Equal nodes of equal ranks. Rank k is local rank `k % ranks_per_node` of node `k // ranks_per_node`."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    memory: float
+    """Bytes of a rank."""
+    lookup_bandwidth: float
+    """Bytes a second at which a rank reads scattered rows."""
+    update_bandwidth: float
+    """The same of reading and writing them back."""
+    node_link: Link
+    """To ranks of the same node."""
+    rail: Link
+    """A rank's own way to ranks of other nodes."""
+    launch: float = 0.0
+    """Seconds that it takes to start a kernel."""
+    usable: float = 0.9
+    """Share of the memory that tables, states and exchange buffers may take."""
+    measured: bool = False
+    """Whether the numbers were measured on the machine itself. Otherwise they are assumptions."""
+    source: str = ""
+    """Where the numbers come from."""
+    hardware: tuple[tuple[str, str], ...] = field(default=())
+    """What results of the tuned store must have been measured on to be taken for it, e.g. arch = sm_90."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a rank that a plan may use."""
+        return self.memory * self.usable
+
+    def of_size(self, world_size: int) -> Topology:
+        """So many ranks on nodes like these: as many nodes as it takes, or a part of one."""
+        if world_size < 1 or (world_size > self.ranks_per_node and world_size % self.ranks_per_node):
+            raise PlanError(
+                f"topology {self.name!r}: {world_size} ranks on nodes of {self.ranks_per_node}; allowed: 1 to "
+                f"{self.ranks_per_node}, and multiples of {self.ranks_per_node}"
+            )
+        ranks = min(world_size, self.ranks_per_node)
+        return replace(self, nodes=world_size // ranks, ranks_per_node=ranks)
+
+    def to_toml(self) -> str:
+        """Text that `topology_from` reads back to an equal topology."""
+        lines = [f'name = "{self.name}"', f"nodes = {self.nodes}", f"ranks_per_node = {self.ranks_per_node}"]
+        lines += [f"measured = {str(self.measured).lower()}", f'source = """{self.source}"""', "", "[rank]"]
+        lines += [f"memory_gb = {self.memory / GB!r}", f"usable = {self.usable!r}"]
+        lines += [f"lookup_gb_s = {self.lookup_bandwidth / GB!r}", f"update_gb_s = {self.update_bandwidth / GB!r}"]
+        lines += [f"launch_us = {self.launch / MICROSECOND!r}"]
+        for name, link in (("node_link", self.node_link), ("rail", self.rail)):
+            lines += ["", f"[{name}]", f"gb_s = {link.bandwidth / GB!r}"]
+            lines += [f"latency_us = {link.latency / MICROSECOND!r}", f"message_us = {link.message / MICROSECOND!r}"]
+        if self.hardware:
+            lines += ["", "[hardware]", *(f'{key} = "{value}"' for key, value in self.hardware)]
+        return "\n".join(lines) + "\n"
+
+
+def load_topology(text: str | Path | None = None) -> Topology:
+    """The topology in a file, the measured one (`local`), or the shipped one of that name. None: the measured one.
+
+    `PlanError` says which there are.
+    """
+    if text is None:
+        if not calibrated_path().is_file():
+            raise PlanError(
+                "no topology is given and this machine has not been measured; give one (--topology "
+                f"{' | '.join(sorted(_shipped()))} | FILE.toml), or measure it once by `embforge plan --calibrate`"
+            )
+        return _read(calibrated_path())
+    path = Path(text)
+    if path.is_file():
+        return _read(path)
+    if str(text) == LOCAL and calibrated_path().is_file():
+        return _read(calibrated_path())
+    shipped = _shipped()
+    if str(text) not in shipped:
+        raise PlanError(
+            f"{text}: no such topology file, and no such example; examples: {', '.join(sorted(shipped))}; "
+            f"{LOCAL!r} is this machine, once `embforge plan --calibrate` has measured it"
+        )
+    return _read(shipped[str(text)])
+
+
+def calibrated_path() -> Path:
+    """Where the measured topology lies: beside this user's tuned results."""
+    return user_dir() / "topologies" / f"{LOCAL}.toml"
+
+
+def save_calibrated(topology: Topology) -> Path:
+    """Keeps a measured topology; readers see the old one or the new one."""
+    path = calibrated_path()
+    os.makedirs(path.parent, exist_ok=True)
+    write_atomically(path, topology.to_toml().encode())
+    return path
+
+
+def topology_from(data: Mapping[str, Any], name: str) -> Topology:
+    """A topology from a TOML file's data; `PlanError` names the field that is wrong."""
+    reader = _Reader(f"topology {data.get('name', name)!r}")
+    known = {"name", "nodes", "ranks_per_node", "measured", "source", "rank", "node_link", "rail", "hardware"}
+    reader.only(data, known, "")
+    rank = reader.section(data, "rank", {"memory_gb", "lookup_gb_s", "update_gb_s", "launch_us", "usable"})
+    lookup = reader.number(rank, "rank.lookup_gb_s")
+    usable = reader.number(rank, "rank.usable", Topology.usable)
+    if usable > 1:
+        raise PlanError(f"{reader.where}: rank.usable={usable!r} is not allowed; a share, above 0 and at most 1")
+    hardware = reader.section(data, "hardware", set(data.get("hardware", {})), needed=False)
+    return Topology(
+        name=str(data.get("name", name)),
+        nodes=reader.whole(data, "nodes"),
+        ranks_per_node=reader.whole(data, "ranks_per_node"),
+        memory=reader.number(rank, "rank.memory_gb") * GB,
+        lookup_bandwidth=lookup * GB,
+        update_bandwidth=reader.number(rank, "rank.update_gb_s", lookup) * GB,
+        node_link=reader.link(data, "node_link"),
+        rail=reader.link(data, "rail"),
+        launch=reader.number(rank, "rank.launch_us", 0.0, zero=True) * MICROSECOND,
+        usable=usable,
+        measured=data.get("measured") is True,
+        source=str(data.get("source", "")).strip(),
+        hardware=tuple((key, str(value)) for key, value in hardware.items()),
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    where: str
+
+    def only(self, data: Mapping[str, Any], known: set[str], prefix: str) -> None:
+        for key in data:
+            if key not in known:
+                allowed = ", ".join(prefix + name for name in sorted(known))
+                raise PlanError(f"{self.where}: unknown field {prefix + key!r}; allowed: {allowed}")
+
+    def section(self, data: Mapping[str, Any], name: str, known: set[str], needed: bool = True) -> Mapping[str, Any]:
+        found = data.get(name, None if needed else {})
+        if not isinstance(found, Mapping):
+            raise PlanError(f"{self.where}: [{name}] is missing; it holds {', '.join(sorted(known))}")
+        self.only(found, known, f"{name}.")
+        return found
+
+    def number(self, data: Mapping[str, Any], path: str, default: float | None = None, zero: bool = False) -> float:
+        value = data.get(path.rpartition(".")[2], default)
+        if value is None:
+            raise PlanError(f"{self.where}: field {path!r} is missing; it has no default")
+        if type(value) not in (int, float) or not (0 <= value < 1e12) or (value == 0 and not zero):
+            raise PlanError(f"{self.where}: {path}={value!r} is not allowed; a number above 0")
+        return float(value)
+
+    def whole(self, data: Mapping[str, Any], name: str) -> int:
+        value = data.get(name)
+        if type(value) is not int or not 1 <= value <= 2**20:
+            raise PlanError(f"{self.where}: {name}={value!r} is not allowed; a whole number from 1 on")
+        return value
+
+    def link(self, data: Mapping[str, Any], name: str) -> Link:
+        found = self.section(data, name, {"gb_s", "latency_us", "message_us"})
+        return Link(
+            self.number(found, f"{name}.gb_s") * GB,
+            self.number(found, f"{name}.latency_us", zero=True) * MICROSECOND,
+            self.number(found, f"{name}.message_us", 0.0, zero=True) * MICROSECOND,
+        )
+
+
+def _read(path: Path) -> Topology:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"{path}: not a readable TOML file: {error}") from error
+    return topology_from(data, path.stem)
+
+
+def _shipped() -> dict[str, Path]:
+    folder = files("embforge.topologies")
+    return {Path(item.name).stem: Path(str(item)) for item in folder.iterdir() if item.name.endswith(".toml")}

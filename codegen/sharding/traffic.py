@@ -1,0 +1,239 @@
+"""Bytes that ranks send to each other: the formulas of docs/planning.md, exact for counted ids.
+
+What a rank sends to itself is not counted; an all-reduce counts the bytes of its tensor once. `cost.py` fills the same
+formulas with expected ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embforge.codegen.errors import PlanError
+from embforge.codegen.rules.language import program_of
+from embforge.codegen.rules.rule import Update
+from embforge.codegen.sharding.geometry import SEQUENCE_POOLINGS, Geometry
+from embforge.codegen.sharding.placement import TablePlacement
+
+Format = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+FORMATS: tuple[str, ...] = get_args(Format)
+Duplicates = Literal["merge", "keep"]
+HEADER_WORDS = 8
+COUNTERS = (
+    "header",
+    "ids",
+    "vectors",
+    "gradients",
+    "node_vectors",
+    "rail_vectors",
+    "rail_gradients",
+    "node_gradients",
+    "weight_gradients",
+    "row_norms",
+    "replicas",
+)
+"""What bytes are counted under."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How things travel."""
+
+    forward: Format = "fp32"
+    """Of vectors; those inside a node on their hierarchical way are always fp32."""
+    gradients: Format = "fp32"
+    duplicates: Duplicates = "keep"
+    """Of features whose rows travel one by one: `merge` sends a row that a rank wants once."""
+    weight_gradients: bool = False
+    """Whether weights of samples want gradients."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("forward", FORMATS), ("gradients", FORMATS), ("duplicates", get_args(Duplicates))):
+            if getattr(self, name) not in allowed:
+                raise PlanError(f"wire: {name}={getattr(self, name)!r} is not known; allowed: {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """What a step asks for."""
+
+    samples: tuple[int, ...]
+    """Of each rank."""
+    ids: Ints
+    """`[rank, stream]`: ids that a rank puts into a stream."""
+    touched: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """By (table, row shard): rows that get a gradient, from whatever rank. Wanted for column-split tables only."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes by counter, `[source, destination]`; those of an all-reduce stand on the diagonal."""
+
+    pairs: dict[str, Ints]
+
+    def sent(self, rank: int) -> dict[str, int]:
+        """A rank's counters; those that stay zero are left out."""
+        found = {name: int(pairs[rank].sum()) for name, pairs in self.pairs.items()}
+        return {name: count for name, count in found.items() if count}
+
+
+def row_bytes(format: str, width: int) -> int:
+    """Of one local feature's numbers of one sample or id."""
+    if format == "fp32":
+        return 4 * width
+    return 2 * width if format in ("fp16", "bf16") else 4 + -(-width // 4) * 4
+
+
+def header_bytes(streams: Any) -> Any:
+    """From a rank to another that takes so many streams."""
+    return 8 * (HEADER_WORDS + streams)
+
+
+def id_bytes(ids: Any, samples: Any, pooled: Any, weighted: Any, wide: Any) -> Any:
+    """Ids, lengths of bags (of `pooled` streams) and weights of samples (of `weighted` ids)."""
+    width = 4 + 4 * wide
+    return _up(width * ids + 4 * samples * pooled + 4 * weighted, width)
+
+
+def vector_bytes(per_sample: Any, samples: Any, sequence: Any) -> Any:
+    """Vectors or their gradients: `per_sample` bytes of pooled columns, and those of rows that travel one by one."""
+    return per_sample * samples + sequence
+
+
+def replica_bytes(rows: int, dim: int) -> int:
+    """What a replicated table adds to the all-reduce: its gradient, and a number a row that says if there is one."""
+    return 4 * rows * (dim + 1)
+
+
+@lru_cache(maxsize=256)
+def reductions_of(update: Update | None) -> int:
+    """How many numbers a row a rule needs of whole rows."""
+    return 0 if update is None else len(program_of(update.rule).reductions)
+
+
+def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, update: Update | None = None) -> Traffic:
+    """What a training step sends, exactly. A forward alone sends header, ids and vectors of all kinds."""
+    wire = wire or Wire()
+    n = geometry.world_size
+    samples = np.asarray(counted.samples, dtype=np.int64)
+    pairs = {name: np.zeros((n, n), dtype=np.int64) for name in COUNTERS}
+    for d, streams in enumerate(geometry.streams_to):
+        described = [geometry.streams[t] for t in streams]
+        sent = counted.ids[:, list(streams)]
+        pooled = sum(not stream.sequence for stream in described)
+        weighted = sent[:, [stream.weighted for stream in described]].sum(axis=1)
+        pairs["header"][:, d] = header_bytes(len(streams))
+        pairs["ids"][:, d] = id_bytes(sent.sum(axis=1), samples, pooled, weighted, geometry.wide_ids)
+        pairs["vectors"][d] = _vectors(geometry, d, counted, wire.forward)
+        pairs["gradients"][:, d] = _vectors(geometry, d, counted, wire.gradients)
+        if wire.weight_gradients:
+            pairs["weight_gradients"][d] = 4 * weighted
+    _hierarchical(geometry, samples, wire, pairs)
+    _row_norms(geometry, counted, reductions_of(update), pairs["row_norms"])
+    for counts in pairs.values():
+        np.fill_diagonal(counts, 0)
+    replicated = geometry.replicated.tables if geometry.replicated else ()
+    payload = sum(replica_bytes(table.num_embeddings, table.embedding_dim) for table in replicated)
+    np.fill_diagonal(pairs["replicas"], payload if update is not None else 0)
+    return Traffic(pairs)
+
+
+def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str) -> Ints:
+    """Bytes between an owner and every rank."""
+    local = geometry.locals[owner]
+    samples = np.asarray(counted.samples, dtype=np.int64)
+    if local is None:
+        return np.zeros_like(samples)
+    per_sample, sequence = 0, np.zeros_like(samples)
+    for placed, found in zip(local.layout.features, local.features, strict=True):
+        if placed.column is None:
+            sequence += row_bytes(format, placed.width) * counted.ids[:, found.stream]
+        elif placed.column < local.direct_width:
+            per_sample += row_bytes(format, placed.width)
+    total: Ints = vector_bytes(per_sample, samples, sequence)
+    return total
+
+
+def _hierarchical(geometry: Geometry, samples: Ints, wire: Wire, pairs: dict[str, Ints]) -> None:
+    local = geometry.locals[0]
+    if local is None or not local.hierarchical_width:
+        return
+    widths = [f.width for f in local.layout.features if f.column is not None and f.column >= local.direct_width]
+    m, nodes = geometry.placement.node_size, geometry.placement.nodes
+    by_place = samples.reshape(nodes, m)
+    node, place = np.divmod(np.arange(geometry.world_size), m)
+    same_node = node[:, None] == node
+    same_place = place[:, None] == place
+    inside = 4 * sum(widths) * by_place.sum(axis=0)[place]
+    pairs["node_vectors"][:] = np.where(same_node, inside, 0)
+    pairs["node_gradients"][:] = np.where(same_node, inside[:, None], 0)
+    for name, format, to_rank in (
+        ("rail_vectors", wire.forward, True),
+        ("rail_gradients", wire.gradients, False),
+    ):
+        bytes_ = vector_bytes(sum(row_bytes(format, width) for width in widths), samples, 0)
+        pairs[name][:] = np.where(same_place, bytes_ if to_rank else bytes_[:, None], 0)
+
+
+def _row_norms(geometry: Geometry, counted: Counted, reductions: int, pairs: Ints) -> None:
+    for placed in geometry.placement.tables:
+        if not reductions or not placed.columns_split:
+            continue
+        for shard in range(len(placed.pieces[0].owners)):
+            owners = [piece.owners[shard] for piece in placed.pieces if shard < len(piece.owners)]
+            rows = counted.touched[placed.table.name, shard]
+            for source in owners:
+                for destination in set(owners):  # once, however many columns it holds
+                    pairs[source, destination] += 4 * rows * reductions
+
+
+def count_ids(
+    geometry: Geometry,
+    batches: Sequence[tuple[NDArray[Any], NDArray[Any]]],
+    duplicates: Duplicates = "keep",
+) -> Counted:
+    """Counts the ids of a step: of each rank its `values` and feature-major `offsets`.
+
+    Where one rank pools whole bags, all ids travel, so that places in a bag stay what they are. Else padding stays at
+    home, and so do ids outside their table.
+    """
+    counts = np.zeros((geometry.world_size, len(geometry.streams)), dtype=np.int64)
+    touched: dict[tuple[str, int], list[NDArray[Any]]] = {}
+    samples = tuple((len(offsets) - 1) // len(geometry.spec.features) for _, offsets in batches)
+    for rank, (values, offsets) in enumerate(batches):
+        for bucketing in geometry.bucketings:
+            feature = geometry.spec.features[bucketing.feature]
+            placed = geometry.placement.by_name[feature.table]
+            first, last = (int(offsets[(bucketing.feature + i) * samples[rank]]) for i in (0, 1))
+            given = ids = values[first:last]
+            ids = ids[(ids >= 0) & (ids < placed.table.num_embeddings)]
+            trained = ids if feature.padding_idx is None else ids[ids != feature.padding_idx]
+            sequence = feature.pooling in SEQUENCE_POOLINGS
+            for shard, stream in enumerate(bucketing.streams):
+                mine = _of_shard(ids if sequence else trained, placed, len(bucketing.streams), shard)
+                if sequence and duplicates == "merge":
+                    mine = np.unique(mine)
+                whole = not sequence and len(bucketing.streams) == 1
+                counts[rank, stream] = len(given) if whole else len(mine)
+                rows = _of_shard(trained, placed, len(bucketing.streams), shard)
+                touched.setdefault((feature.table, shard), []).append(rows)
+    seen = {key: len(np.unique(np.concatenate(rows))) for key, rows in touched.items()}
+    return Counted(samples, counts, seen)
+
+
+def _of_shard(ids: NDArray[Any], placed: TablePlacement, shards: int, shard: int) -> NDArray[Any]:
+    owners = ids % shards if placed.by == "modulo" else ids // -(-placed.table.num_embeddings // shards)
+    found: NDArray[Any] = ids[owners == shard]
+    return found
+
+
+def _up(count: Any, unit: Any) -> Any:
+    """To the next multiple."""
+    return -(-count // unit) * unit

@@ -1,0 +1,246 @@
+"""The kernels of the stages between ranks: what they take, and the plan that determines their source.
+
+One library holds all stages. It is made for number formats, not for a spec: what a stage moves lies in memory one row
+after the other and is moved once, so widths and counts may be numbers in `metadata` arrays, which `codegen/sharding`
+knows and every rank derives alike. All arrays of numbers here are int64 unless an argument says otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from embforge.codegen.dtypes import ID_DTYPES, OUTPUT_DTYPES
+from embforge.codegen.errors import PlanError
+from embforge.codegen.signature import ALL_TARGETS, Argument
+
+STAGES_SCHEMA = 1
+"""Raised whenever a stage's meaning changes."""
+
+FEATURE_WORDS = ("rows", "padding", "base", "divides", "divisor_column", "hotness", "weighted")
+"""What `features` holds for each feature. `rows`: ids are smaller (-1: not checked). `padding`: an id that pooled bags
+leave out, or -1. `base` is added to every id. `divides`: DIVIDES of its pooling. `hotness`: most ids of a concat bag, 0:
+any number. `weighted`: whether weights count in the divisor."""
+DIVIDES = {"mean": 1, "sqrtn": 2}
+
+BUCKETING_WORDS = ("feature", "shards", "block", "first", "sequence", "layer", "checks")
+"""What `bucketings` holds for each bucketing. `block`: rows of a block, 0: modulo. `first`: where the streams of its
+shards begin in `shard_streams`. `sequence`: 1 if rows travel one by one. `layer`: its number among the bucketings of its
+feature, and so its row of `slots`. `checks`: 1 for the one that looks for mistakes and computes divisors. A bucketing of one
+shard sends all ids, padding too (and ids that are no rows, as -1), so that positions in a bag stay what they were."""
+
+STREAM_WORDS = ("header_at", "length_row", "weighted")
+"""What `streams` holds for each stream: where `header` wants its count; its row of `lengths` (-1: rows travel one by one);
+whether weights travel with its ids."""
+
+PLACE_WORDS = ("ids_at", "lengths_at", "weights_at", "base")
+"""What `places` holds for each stream: positions in `words` (of 4 bytes); `base`: what a sequence's slot is counted from."""
+
+HEADER_WORDS = ("mistake", "feature", "sample", "position", "value", "batch", "flags", "call")
+"""What a rank tells every other before anything else; the counts of the streams between them follow.
+
+The first five are of the first mistake (0: none). `flags`: FLAGS. `call`: how many calls the rank has made."""
+MISTAKES = ("BAD_ID", "BAD_OFFSET", "LONG_CONCAT", "REFUSED")
+"""Counted from 1. REFUSED: arguments that no kernel has seen."""
+FLAGS = {"trains": 1, "weight_gradient": 2, "joined": 4}
+
+SEGMENT_WORDS = ("ids_from", "count", "values_to", "lengths_from", "samples", "offsets_to", "weights_from")
+"""What `segments` holds for each (feature of a rank's own collection, source): positions in the received words of ids,
+lengths (-1: a sequence, whose ids are dealt evenly to the samples) and weights (-1: none), and where they go."""
+
+PIECE_WORDS = ("column", "width", "action", "divisor_column", "first", "sources", "winner_column")
+"""What `pieces` holds for each run of columns of the pooled result. `action`: ACTIONS. `first`, `sources`: which entries of
+`sources` hold its partial pools."""
+ACTIONS = {"sum": 0, "divide": 1, "max": 2}
+SOURCE_WORDS = ("block_at", "row_width", "column", "length_row", "own")
+"""What `sources` holds for each partial pool: where the block of its rank begins (in numbers), how wide the rows of the block
+are, its column there, its row of `lengths`, and whether the block lies in `own_partials`: what a rank has for itself is not
+copied to lie beside what came from others."""
+
+PART_WORDS = ("column", "width", "byte")
+"""What `parts` holds for each run of columns that shares a scale: where it lies in a row of numbers and of packed bytes."""
+PACKINGS = {"int8": 0, "fp8": 1}
+
+_POOL = (
+    Argument("parallel_for", "parallel_for_t", "torch's thread pool, or null: run serially", ("cpu",)),
+    Argument("threads", "int64_t", "threads to split the work over", ("cpu",)),
+)
+_BATCH = (
+    Argument("values", "const id_t*", "num_values ids of all bags"),
+    Argument("offsets", "const id_t*", "features * batch + 1 bag borders in values, feature-major"),
+    Argument("weights", "const float*", "num_values weights, or null: all ones"),
+)
+_GEOMETRY = (
+    Argument("features", "const int64_t*", "per feature: " + ", ".join(FEATURE_WORDS)),
+    Argument("bucketings", "const int64_t*", "per bucketing: " + ", ".join(BUCKETING_WORDS)),
+    Argument("shard_streams", "const int64_t*", "the stream of each shard of each bucketing"),
+    Argument("streams", "const int64_t*", "per stream: " + ", ".join(STREAM_WORDS)),
+)
+_COUNTS = (
+    Argument("num_features", "int64_t", "features"),
+    Argument("num_bucketings", "int64_t", "bucketings"),
+    Argument("batch", "int64_t", "samples"),
+    Argument("num_values", "int64_t", "ids in values"),
+    Argument("bounds", "int64_t", "ids that are no rows are 0: a mistake, 1: absent, 2: not looked for"),
+    Argument("merge", "int64_t", "1: an id that a stream of a sequence has already is not sent again"),
+)
+_NETWORK = (
+    Argument("pieces", "const int64_t*", "per piece: " + ", ".join(PIECE_WORDS)),
+    Argument("sources", "const int64_t*", "per partial pool: " + ", ".join(SOURCE_WORDS)),
+    Argument("lengths", "const int32_t*", "[pooled streams, batch] ids of every bag that each shard has"),
+    Argument("divisors", "const float*", "[batch, divisor_width] what mean and sqrtn divide by"),
+)
+
+STAGES: dict[str, tuple[Argument, ...]] = {
+    "count": (
+        *_GEOMETRY,
+        *_BATCH,
+        Argument("lengths", "int32_t*", "[pooled streams, batch] ids of every bag that each shard has"),
+        Argument("slots", "int32_t*", "[layers, num_values] where an id's row stands among those of its stream; "
+                 "-1 - that for one that was sent before; ABSENT"),
+        Argument("divisors", "float*", "[batch, divisor_width] what mean and sqrtn divide by, 0: the result is zeros"),
+        Argument("header", "int64_t*", "counts go where streams say, the first mistake to `mistake`"),
+        Argument("mistake", "int64_t*", "kind (0: none), feature, sample, position, value"),
+        *_COUNTS,
+        Argument("divisor_width", "int64_t", "columns of divisors"),
+        *_POOL,
+    ),
+    "fill": (
+        *_GEOMETRY,
+        *_BATCH,
+        Argument("lengths", "const int32_t*", "as count left them"),
+        Argument("slots", "int32_t*", "as count left them; afterwards rows among all that the feature gets, -1: absent"),
+        Argument("places", "const int64_t*", "per stream: " + ", ".join(PLACE_WORDS)),
+        Argument("words", "int32_t*", "what is sent: ids, lengths and weights of every stream"),
+        *_COUNTS,
+        *_POOL,
+    ),
+    "regroup": (
+        Argument("segments", "const int64_t*", "per segment: " + ", ".join(SEGMENT_WORDS)),
+        Argument("words", "const int32_t*", "what was received"),
+        Argument("values", "wire_id_t*", "ids, by feature of this rank's own collection, then by source"),
+        Argument("offsets", "wire_id_t*", "their bag borders; the first is 0"),
+        Argument("weights", "float*", "weights of the ids, or null"),
+        Argument("num_segments", "int64_t", "segments"),
+        *_POOL,
+    ),
+    "network_forward": (
+        *_NETWORK,
+        Argument("partials", "const wire_t*", "partial pools of all sources"),
+        Argument("own_partials", "const wire_t*", "those of this rank itself, or null"),
+        Argument("pooled", "out_t*", "[batch, output_width] result"),
+        Argument("winners", "int32_t*", "[batch, winner_width] which partial pool of a max is the largest, -1: none; or null"),
+        Argument("num_pieces", "int64_t", "pieces"),
+        Argument("batch", "int64_t", "samples"),
+        Argument("output_width", "int64_t", "columns of the result"),
+        Argument("divisor_width", "int64_t", "columns of divisors"),
+        Argument("winner_width", "int64_t", "columns of winners"),
+        *_POOL,
+    ),
+    "network_backward": (
+        *_NETWORK,
+        Argument("grad_pooled", "const out_t*", "[batch, output_width] gradient of the result"),
+        Argument("winners", "const int32_t*", "as network_forward left them"),
+        Argument("partials", "gradient_t*", "gradients of the partial pools, a block a rank"),
+        Argument("own_partials", "gradient_t*", "those of this rank's own, or null"),
+        Argument("factor", "const float*", "one number that every gradient is multiplied by, or null: 1"),
+        Argument("num_pieces", "int64_t", "pieces"),
+        Argument("batch", "int64_t", "samples"),
+        Argument("output_width", "int64_t", "columns of the result"),
+        Argument("divisor_width", "int64_t", "columns of divisors"),
+        Argument("winner_width", "int64_t", "columns of winners"),
+        *_POOL,
+    ),
+    "pack": (
+        Argument("parts", "const int64_t*", "per part: " + ", ".join(PART_WORDS)),
+        Argument("numbers", "const float*", "[rows, width]"),
+        Argument("bytes", "uint8_t*", "[rows, row_bytes]: of every part an fp32 scale, then a byte a number"),
+        Argument("num_parts", "int64_t", "parts"),
+        Argument("rows", "int64_t", "rows"),
+        Argument("width", "int64_t", "numbers of a row"),
+        Argument("row_bytes", "int64_t", "packed bytes of a row"),
+        Argument("packing", "int64_t", "a byte is 0: int8, 1: fp8 e4m3"),
+        *_POOL,
+    ),
+    "unpack": (
+        Argument("parts", "const int64_t*", "per part: " + ", ".join(PART_WORDS)),
+        Argument("bytes", "const uint8_t*", "as pack wrote them"),
+        Argument("numbers", "float*", "[rows, width]"),
+        Argument("num_parts", "int64_t", "parts"),
+        Argument("rows", "int64_t", "rows"),
+        Argument("width", "int64_t", "numbers of a row"),
+        Argument("row_bytes", "int64_t", "packed bytes of a row"),
+        Argument("packing", "int64_t", "a byte is 0: int8, 1: fp8 e4m3"),
+        *_POOL,
+    ),
+}  # fmt: skip
+"""By stage, the arguments of its entry. On a GPU a stage may be several kernels: see `codegen/targets/cuda_stages.py`."""
+
+ABSENT = -(2**31)
+"""A slot of an id that has no row."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The library of all stages for some number formats."""
+
+    target: str
+    arch: str
+    id_dtype: str
+    """Of ids as they are given."""
+    wire_id_dtype: str
+    """Of rows as they travel."""
+    wire_dtype: str
+    """Of partial pools as they travel."""
+    gradient_dtype: str
+    """Of their gradients."""
+    output_dtype: str
+
+    op = "stages"
+
+    def __post_init__(self) -> None:
+        numbers, ids = OUTPUT_DTYPES, ID_DTYPES
+        allowed = {
+            "target": (*ALL_TARGETS, "reference"), "id_dtype": ids, "wire_id_dtype": ids,
+            "wire_dtype": numbers, "gradient_dtype": numbers, "output_dtype": numbers,
+        }  # fmt: skip
+        for field, values in allowed.items():
+            value = getattr(self, field)
+            if value not in values:
+                raise PlanError(f"stage plan field {field}={value!r} is not known; allowed: {', '.join(values)}")
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: equal plans have equal text."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps({"schema": STAGES_SCHEMA, **fields}, sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def uri(self) -> str:
+        """A C identifier: `stages_cpu_avx2_int64_int32_fp32_fp32_fp32_1f0c2a9b`."""
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:10]
+        formats = (self.id_dtype, self.wire_id_dtype, self.wire_dtype, self.gradient_dtype, self.output_dtype)
+        return "_".join(("stages", self.target, self.arch, *formats, digest))
+
+    @property
+    def symbol(self) -> str:
+        """What entries of the library begin with: its URI, or on simt that of the cuda plan whose text it runs."""
+        return replace(self, target="cuda").uri if self.target == "simt" else self.uri
+
+
+def stage_arguments(target: str, stage: str) -> tuple[Argument, ...]:
+    """The arguments of a stage on one target, in call order."""
+    return tuple(argument for argument in STAGES[stage] if target in argument.targets)
+
+
+def stage_prototype(target: str, stage: str, indent: str = "    ") -> str:
+    """The C parameter list of a stage, one argument a line with its meaning."""
+    arguments = stage_arguments(target, stage)
+    lines = []
+    for position, argument in enumerate(arguments):
+        restrict = " __restrict__" if argument.is_pointer else ""
+        comma = "," if position + 1 < len(arguments) else ""
+        lines.append(f"{indent}{argument.c_type}{restrict} {argument.name}{comma}  // {argument.doc}")
+    return "\n".join(lines)

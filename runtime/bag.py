@@ -1,0 +1,179 @@
+"""`embedding_bag`: F.embedding_bag, by generated kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from embforge.given import Texts, check_device, check_ids, forward_kernel, programs_for
+from embforge.inputs import Batch
+from embforge.launch.gradients import Gradients
+from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce, run_weight_gradient
+
+MODES = ("sum", "mean", "max")
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags of rows of `weight`, pooled: `[bags, D]`. Arguments, results and gradients are F.embedding_bag's.
+
+    Rows are added in float32 whatever the dtype, in an order that no number of threads changes. An id outside of
+    `weight` raises IndexError; on a GPU, where nobody waits, it is a device-side assertion, as torch's. `sparse=True`
+    gives a coalesced gradient, for mode 'max' too. Of a weight of fp64, or whose rows do not lie as kernels need them
+    (rows of a size that no good alignment divides, strided ones), torch computes the bags. `scale_grad_by_freq` is
+    refused, and so are second derivatives.
+    """
+    values, borders, factors = _flat(input, weight, offsets, mode, per_sample_weights, include_last_offset)
+    if scale_grad_by_freq:
+        raise ValueError("scale_grad_by_freq=True is not supported; use torch.nn.functional.embedding_bag for it")
+    padding = _padding_row(weight, padding_idx)
+    _check_range(values, weight)
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight.detach(), values, max_norm, norm_type)
+    texts = None if weight.is_meta else programs_for(weight, weight.dtype, mode, factors is not None)
+    trains = torch.is_grad_enabled() and (weight.requires_grad or (factors is not None and factors.requires_grad))
+    program = "" if texts is None else texts.train if trains else texts.forward
+    if texts is None or forward_kernel(program) is None:
+        sparse = sparse and mode != "max"
+        return F.embedding_bag(values, weight, borders, None, 2, False, mode, sparse, factors, True, padding)
+    if padding is not None:  # ids that are no row are absent: no kernel needs to know which one pads
+        values = values.masked_fill(values == padding, -1)
+    return _Bags.apply(_Call(texts, program, values, borders, sparse), weight, factors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call in its one form: `values` and `borders` (one more than bags) int64, 1-D and contiguous."""
+
+    texts: Texts
+    program: str
+    """The one of them that the forward runs."""
+    values: Tensor
+    borders: Tensor
+    sparse: bool
+
+    def batch(self, factors: Tensor | None) -> Batch:
+        numbers = None if factors is None else factors.detach().float().contiguous()
+        return Batch(self.values, self.borders, numbers, self.borders.numel() - 1, None)
+
+
+class _Bags(torch.autograd.Function):
+    """`apply(call, weight, per-sample weights)`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, weight: Tensor, factors: Tensor | None) -> Tensor:
+        kept = run_forward(call.program, _storage(weight), call.batch(factors), 0)
+        ctx.call, ctx.weight = call, weight.detach()
+        # The gradient of per-sample weights needs rows as they are now: then torch sees to it that nobody changes them.
+        ctx.save_for_backward(None if factors is None else weight, factors, kept.divisors, kept.winners)
+        return kept.pooled
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        refuse_double_backward()
+        call: _Call = ctx.call
+        weight = ctx.weight
+        _, factors, divisors, winners = ctx.saved_tensors
+        storage, batch = _storage(weight), call.batch(factors)
+        gradients = Gradients(gradient.contiguous(), None, divisors, winners)
+        of_weight = of_factors = None
+        if ctx.needs_input_grad[1]:
+            ((rows, found),) = run_reduce(call.texts.reduce, storage, batch, gradients)
+            of_weight = _spread(rows, found.to(weight.dtype), weight, call.sparse)
+        if ctx.needs_input_grad[2]:
+            of_factors = run_weight_gradient(call.texts.weight_gradient, storage, batch, gradients).to(factors.dtype)
+        return None, of_weight, of_factors
+
+
+def _storage(weight: Tensor) -> Storage:
+    return Storage([weight.detach()], [weight.new_empty(0)], [True], "zero")
+
+
+def _spread(rows: Tensor, found: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+    if sparse:
+        return torch.sparse_coo_tensor(rows[None], found, weight.shape, is_coalesced=True, check_invariants=False)
+    return torch.zeros_like(weight).index_copy_(0, rows, found)
+
+
+def _flat(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None,
+    mode: str,
+    factors: Tensor | None,
+    include_last: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids, where bags begin and the last ends, and the weights of ids. Refuses what F.embedding_bag refuses."""
+    check_ids("input", input)
+    check_device(weight, input=input, offsets=offsets, per_sample_weights=factors)
+    if weight.dim() != 2:
+        raise ValueError(f"weight: shape {tuple(weight.shape)}; allowed: [rows, dim]")
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is not known; allowed: {', '.join(MODES)}")
+    if factors is not None:
+        if mode != "sum":
+            raise ValueError(f"per_sample_weights cannot go with mode={mode!r}; allowed: 'sum'")
+        if factors.shape != input.shape or factors.dtype != weight.dtype:
+            raise ValueError(
+                f"per_sample_weights: {factors.dtype} {tuple(factors.shape)}; allowed: {weight.dtype} "
+                f"{tuple(input.shape)}, as weight and input are"
+            )
+        factors = factors.reshape(-1)
+    if input.dim() == 2:
+        if offsets is not None:
+            raise ValueError("offsets cannot go with a 2-D input, whose rows are the bags; give offsets=None")
+        bags, length = input.shape
+        return _ids(input), torch.arange(bags + 1, device=input.device) * length, factors
+    if input.dim() != 1:
+        raise ValueError(f"input: shape {tuple(input.shape)}; allowed: 1-D with offsets, 2-D without")
+    if offsets is None or offsets.dim() != 1 or (include_last and not offsets.numel()):
+        given = "None" if offsets is None else f"shape {tuple(offsets.shape)}"
+        raise ValueError(f"offsets: {given}; a 1-D input needs 1-D offsets, include_last_offset=True at least one")
+    check_ids("offsets", offsets)
+    borders = _ids(offsets)
+    return _ids(input), borders if include_last else F.pad(borders, (0, 1), value=input.numel()), factors
+
+
+def _ids(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).to(torch.int64).contiguous()
+
+
+def _padding_row(weight: Tensor, padding_idx: int | None) -> int | None:
+    rows = weight.shape[0]
+    if padding_idx is None:
+        return None
+    if not -rows <= padding_idx < rows:
+        raise ValueError(f"padding_idx={padding_idx} is not a row; allowed: {-rows} to {rows - 1}")
+    return padding_idx % rows
+
+
+def _check_range(values: Tensor, weight: Tensor) -> None:
+    """Here, because kernels do not know a vocabulary and so could not say what is wrong."""
+    rows = weight.shape[0]
+    if not values.numel() or values.is_meta:
+        return
+    if values.is_cuda:
+        torch._assert_async(((values >= 0) & (values < rows)).all())
+        return
+    low, high = (int(end) for end in values.aminmax())
+    if low < 0 or high >= rows:
+        at = int(((values < 0) | (values >= rows)).nonzero()[0])
+        raise IndexError(
+            f"input: id {int(values[at])} at position {at} is not a row of weight; allowed: 0 to {rows - 1}"
+        )

@@ -1,0 +1,175 @@
+"""Lookups as functions over weights that the caller owns, as in torch.nn.functional. `ef.functional`.
+
+Kernels are made per dim, dtype and kind of lookup, never per number of rows: no vocabulary costs a compilation. What
+has no kernel (fp64, int8, rows that do not lie as kernels need them, a machine without a compiler) is computed by
+torch, with the same results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.bag import embedding_bag
+from embforge.collection import EmbeddingCollection
+from embforge.given import check_device, check_ids, forward_kernel, programs_for
+from embforge.inputs import Batch
+from embforge.launch.metadata import metadata_of
+from embforge.ops import LIBRARY
+from embforge.parts import Parts, group_of, parts_of, side_by_side, summed
+
+__all__ = ["embedding", "embedding_bag"]
+
+_must_be_seen = EmbeddingCollection._must_be_seen
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    tp_size: int = 1,
+    tp_group: Any = None,
+    sharding_dim: int = 0,
+    tp_rank: int | None = None,
+    per_token_scale: Tensor | None = None,
+    padding: int | Tensor | None = None,
+) -> Tensor:
+    """Rows of `weight`, of which each of `tp_size` ranks may hold a part: `[*input.shape, D]`, the same on every rank.
+
+    `input`: ids, int32 or int64 of any shape, the same on every rank. An id that is no row, a negative one too, gives
+    zeros. `tp_group`: a ProcessGroup, a 1-D DeviceMesh, a rising list of ranks (its group is made in the first call) or
+    None: all ranks. `tp_rank`: this rank in it.
+
+    `sharding_dim=0`: a rank holds consecutive rows, those of lower ranks before its own, as many as it likes: usually
+    ceil(V / tp_size), the last ranks fewer or none. Results are summed (all-reduce). `sharding_dim=1`: a rank holds
+    consecutive columns of all rows, again as many as it likes. Results are put side by side (all-gather). Nobody has to
+    say who holds how many: ranks tell each other in the first call with a weight. They remember it by the tensor
+    object: a weight made anew for every call costs a small exchange in every call.
+
+    `per_token_scale`: a factor for each row of this rank's `weight` (int8 or fp8); the result has its dtype.
+    `padding`: zero rows that the caller thinks behind the last one, their number or a tensor of them. They are never
+    read and move no other row: their ids give zeros.
+
+    Gradients: `weight` gets a dense one, as from F.embedding. It is assumed, as everywhere in tensor-parallel models,
+    that each rank computes the same from the result, so each already has the whole upstream gradient: the all-reduce
+    hands it on as it is, the all-gather its own columns, and backward communicates nothing.
+    """
+    _check_lookup(input, weight, tp_size, sharding_dim, per_token_scale, padding)
+    if tp_size == 1:
+        return parallel_embedding(input, weight, None, per_token_scale)
+    group = group_of(tp_group, tp_size, tp_rank)
+    return parallel_embedding(input, weight, parts_of(weight, group, sharding_dim), per_token_scale)
+
+
+def parallel_embedding(
+    input: Tensor, weight: Tensor, parts: Parts | None, scale: Tensor | None = None, padding_idx: int = -1
+) -> Tensor:
+    """`embedding` for a caller who knows the parts; None: `weight` is whole. `padding_idx`: a row of this rank's part
+    that gets no gradient."""
+    ids = input.reshape(-1).to(torch.int64)
+    if parts is not None and parts.dim == 0:
+        ids = ids - parts.first
+    rows = _rows(ids, weight, padding_idx) if scale is None else _scaled_rows(ids, weight, scale.reshape(-1))
+    if parts is not None:
+        rows = summed(rows, parts) if parts.dim == 0 else side_by_side(rows, parts)
+    return rows.view(*input.shape, rows.shape[1])
+
+
+def _rows(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
+    """`[n, D]`, zeros for ids that are no row."""
+    if (weight.requires_grad and torch.is_grad_enabled()) or _must_be_seen(ids) or weight.is_meta:
+        return torch.ops.embforge.gather(ids, weight, padding_idx)  # type: ignore[no-any-return]
+    return _gather(ids, weight, padding_idx)
+
+
+def _gather(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    found = _run_gather(ids, weight, None, weight.dtype)
+    return _gather_by_torch(ids, weight) if found is None else found
+
+
+def _run_gather(ids: Tensor, weight: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """By the kernel, in one pass over the rows; None if there is none."""
+    count = ids.numel()
+    programs = programs_for(weight, dtype, "none", factors is not None) if count and len(weight) else None
+    kernel = None if programs is None else forward_kernel(programs.forward)
+    if kernel is None:
+        return None
+    borders = torch.arange(0, count + 1, count, device=ids.device)  # made there: a copy would wait for the device
+    batch = Batch(ids.contiguous(), borders, factors, 1, None)
+    _, rows = kernel(metadata_of([weight], "zero"), [weight], batch, count * weight.shape[1], "zero")
+    assert rows is not None
+    return rows.resize_(count, weight.shape[1])  # no view: of an operator's result, views cannot be written to
+
+
+def _gather_by_torch(ids: Tensor, weight: Tensor) -> Tensor:
+    """The same in torch operations that autograd knows."""
+    if weight.itemsize == 1:  # not all of torch knows fp8, and zero is zero
+        return _gather_bytes(ids, weight.view(torch.uint8)).view(weight.dtype)
+    return _gather_bytes(ids, weight)
+
+
+def _gather_bytes(ids: Tensor, weight: Tensor) -> Tensor:
+    if not len(weight):  # the sum of no rows: zeros, and a graph all the same
+        return weight.new_zeros(len(ids), weight.shape[1]) + weight.sum(0, dtype=weight.dtype)
+    absent = (ids < 0) | (ids >= len(weight))
+    return weight.index_select(0, ids.masked_fill(absent, 0)).masked_fill(absent[:, None], 0)
+
+
+def _scaled_rows(ids: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    factors = _gather_by_torch(ids, scale[:, None])
+    if not (factors.requires_grad or _must_be_seen(ids)):
+        found = _run_gather(ids, weight, factors.view(-1).float(), scale.dtype)
+        if found is not None:
+            return found
+    return _gather_by_torch(ids, weight).to(scale.dtype) * factors
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    ids, weight, ctx.padding_idx = inputs
+    ctx.save_for_backward(ids)
+    ctx.rows = weight.shape[0]
+
+
+def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    (ids,) = ctx.saved_tensors
+    absent = (ids < 0) | (ids >= ctx.rows) | (ids == ctx.padding_idx)
+    # What has no row goes to one more, behind the last: no pass over gradients to blank them.
+    kept = ids.masked_fill(absent, ctx.rows)
+    return None, torch.ops.aten.embedding_dense_backward(gradient, kept, ctx.rows + 1, -1, False)[: ctx.rows], None  # type: ignore[return-value]
+
+
+LIBRARY.define("gather(Tensor ids, Tensor weight, int padding_idx) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl("gather", _gather, _key)
+torch.library.register_fake(
+    "embforge::gather", lambda ids, weight, padding_idx: weight.new_empty(ids.shape[0], weight.shape[1]), lib=LIBRARY
+)
+torch.library.register_autograd("embforge::gather", _gather_backward, setup_context=_keep, lib=LIBRARY)
+
+
+def _check_lookup(
+    input: Tensor, weight: Tensor, tp_size: int, sharding_dim: int, scale: Tensor | None, padding: Any
+) -> None:
+    check_ids("input", input)
+    if weight.dim() != 2:
+        raise ValueError(f"weight: shape {tuple(weight.shape)}; allowed: [rows, dim]")
+    check_device(weight, input=input, per_token_scale=scale)
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise ValueError(f"tp_size={tp_size!r} is not allowed; allowed: a whole number from 1")
+    if sharding_dim not in (0, 1):
+        raise ValueError(f"sharding_dim={sharding_dim!r} is not allowed; allowed: 0 (rows), 1 (columns)")
+    if scale is not None:
+        if weight.itemsize != 1:
+            raise TypeError(f"per_token_scale goes with an int8 or fp8 weight; this one is {weight.dtype}")
+        if scale.numel() != len(weight) or not scale.is_floating_point():
+            raise ValueError(
+                f"per_token_scale: {scale.dtype} {tuple(scale.shape)}; allowed: a floating-point number for each of "
+                f"the {len(weight)} rows of this rank's weight"
+            )
+    wide = isinstance(padding, Tensor) and padding.dim() == 2 and padding.shape[1] == weight.shape[1]
+    if not (padding is None or wide or (isinstance(padding, int) and padding >= 0)):
+        given = f"a tensor {tuple(padding.shape)}" if isinstance(padding, Tensor) else repr(padding)
+        raise ValueError(
+            f"padding: {given}; allowed: a number of rows from 0, a tensor [n, {weight.shape[1]}], or None"
+        )

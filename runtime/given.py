@@ -1,0 +1,88 @@
+"""Kernels for weights that a caller gives: per dim, dtype and kind of lookup, not per number of rows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
+from embforge.codegen.errors import MissingKernelError, ToolchainError
+from embforge.codegen.params import params_type
+from embforge.codegen.spec import MAX_DIM, MAX_ROWS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.training import training_plans
+from embforge.collection import arch_of
+from embforge.launch.kernels import Kernel, Program, kernel_of
+
+_NAME_OF: dict[torch.dtype, str] = {getattr(torch, DTYPES[name].torch_name): name for name in TABLE_DTYPES}
+_ROW_LIMITS = (2**31 - 1, MAX_ROWS)
+"""Kernels know no vocabulary, only which of these it stays below: numbers of rows take 4 bytes or 8."""
+
+
+class Texts(NamedTuple):
+    """Programs of one kind of lookup, and how rows must lie for them."""
+
+    forward: str
+    train: str
+    reduce: str
+    weight_gradient: str
+    stride: int
+    alignment: int
+
+
+def programs_for(weight: Tensor, dtype: torch.dtype, pooling: str, weighted: bool) -> Texts | None:
+    """None if no kernel reads such a weight or writes such results."""
+    names = _NAME_OF.get(weight.dtype), _NAME_OF.get(dtype)
+    rows, dim = weight.shape
+    if names[0] is None or names[1] not in OUTPUT_DTYPES or not 1 <= dim <= MAX_DIM or rows > MAX_ROWS:
+        return None
+    device = weight.device if weight.is_cuda else None
+    texts = _texts(device, dim, names[0], names[1], pooling, weighted, rows > _ROW_LIMITS[0])
+    lies = weight.stride() == (texts.stride, 1) or (rows == 1 and weight.stride(1) == 1)
+    return texts if lies and weight.data_ptr() % texts.alignment == 0 else None
+
+
+@lru_cache(maxsize=1024)
+def _texts(
+    device: torch.device | None, dim: int, dtype: Any, output_dtype: Any, pooling: Any, weighted: bool, many: bool
+) -> Texts:
+    target = "cpu" if device is None else "cuda"
+    spec = CollectionSpec(
+        (TableSpec("weight", _ROW_LIMITS[many], dim, dtype),),
+        (FeatureSpec("input", "weight", pooling, weighted),),
+        output_dtype,
+        "functional",
+    )
+    arch = arch_of(target, device or torch.device("cpu"))
+    plans = training_plans(spec, target, arch, "int64", params_type(target, "forward")())
+    text = {name: Program(plan).text for name, plan in plans.items()}
+    placed = plans["forward"].layout.tables[0]
+    behind = text["reduce"], text.get("weight_gradient", "")
+    return Texts(text["forward"], text["train"], *behind, placed.stride_elements, placed.alignment)
+
+
+@lru_cache(maxsize=1024)
+def forward_kernel(program: str) -> Kernel | None:
+    """None where kernels cannot be made; torch can do without."""
+    try:
+        kernel: Kernel = kernel_of(program)
+    except (MissingKernelError, ToolchainError) as error:
+        warn(f"embforge.functional: torch does this lookup, slower, because {error}", stacklevel=4)
+        return None
+    return kernel
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """TypeError for what are no ids."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: dtype {ids.dtype} is not allowed; allowed: torch.int32, torch.int64")
+
+
+def check_device(weight: Tensor, **others: Tensor | None) -> None:
+    """ValueError for an argument that is not where the weight is."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != weight.device:
+            raise ValueError(f"{name}: on device {tensor.device}, weight is on {weight.device}; move one of them")

@@ -1,0 +1,63 @@
+"""Runs the CUDA kernels of the stages between ranks on the CPU by the SIMT executor, and raises what it finds wrong.
+
+Every tensor of a call is copied to where nothing lies near it, and results are copied back once all went well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from embforge.codegen.stages import StagePlan
+from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda_stages import KERNELS, kernel_arguments, symbol_of
+from embforge.launch.forward_call import Value
+from embforge.launch.guarded import guarded_copy, guarded_empty, spanned_bytes
+from embforge.launch.simt import MOST_SEEDS
+from embforge.launch.simt_abi import load_image
+from embforge.launch.simt_run import WORD_BYTES, Memory, launch_kernel
+from embforge.launch.stages_gpu import CHANGED, RESULTS, stage_call
+
+
+class SimtStages:
+    """All stages in an image. Threads may share it; their launches take turns."""
+
+    def __init__(self, plan: StagePlan, image: Path) -> None:
+        self.plan = plan
+        self._image = load_image(image)
+        self._calls = count()
+        for stage, kernels in KERNELS.items():
+            wanted = (WORD_BYTES,) * len(kernel_arguments(stage))
+            for kernel in kernels:
+                found = self._image.kernels.get(symbol_of(plan, stage, kernel))
+                if found is None or found.argument_bytes != wanted:
+                    raise AssertionError(f"the launcher passes {wanted} to {stage}.{kernel}, image {image} has {found}")
+
+    def run(self, stage: str, **arguments: Value) -> None:
+        """Runs one stage; see `Stages.run`. Every call has another schedule, the same ones in every process.
+
+        `KernelBugError` for what a kernel does wrong.
+        """
+        seed = next(self._calls) % MOST_SEEDS
+        placed = {k: guarded_copy(_with_rows(v)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        call = stage_call(self.plan, stage, placed, guarded_empty)
+        memory = Memory()
+        memory.describe(call.given, {*RESULTS[stage], *call.space}, {*CHANGED.get(stage, ()), *call.prepared})
+        for step in call.steps:
+            if isinstance(step, KernelLaunch):
+                plan: Any = self.plan
+                launch_kernel(plan, self._image, step, call.arguments(), memory.regions, seed=seed)
+            else:
+                step()
+        for name in (*RESULTS[stage], *CHANGED.get(stage, ())):
+            given, there = arguments[name], placed[name]
+            if isinstance(given, Tensor) and isinstance(there, Tensor) and given.data_ptr() != there.data_ptr():
+                ctypes.memmove(given.data_ptr(), there.data_ptr(), spanned_bytes(there))
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.view(1)

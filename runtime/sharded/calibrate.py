@@ -1,0 +1,172 @@
+"""Measures what a plan's cost model wants to know of this machine: how fast rows are read and updated, how fast ranks
+exchange bytes. `embforge plan --calibrate` calls it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from embforge.codegen.errors import PlanError
+from embforge.codegen.sharding.topology import LOCAL, Link, Topology
+from embforge.codegen.tuned.hardware import gpu_hardware, this_cpu
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how many steps of it are done, and of how many."""
+ROW_FLOATS = 64
+SMALL, LARGE = 1024, 2**22
+"""Bytes that a rank sends in the two exchanges from which latency and bandwidth are told apart."""
+
+
+def calibrate(
+    ranks: int | None = None, *, table_bytes: int = 2**28, repeats: int = 15, tell: Progress = lambda *_: None
+) -> Topology:
+    """This machine as one node: its GPUs with NCCL, else `ranks` processes (None: a CPU each, 2 to 8) with gloo.
+
+    Times are medians, taken while all ranks work at once. Rails to other machines are not measured: they count as the
+    links inside, and the source says so.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = ranks or (gpus if gpus > 1 else min(8, max(2, os.cpu_count() or 2)))
+    on_gpus = gpus >= count
+    if count < 2:
+        raise PlanError(f"calibration: {count} ranks; two at least exchange something")
+    with tempfile.TemporaryDirectory() as folder:
+        tell(f"starting {count} processes", 0, 1)
+        context = start_processes(
+            _rank, (count, folder, on_gpus, table_bytes, repeats), nprocs=count, join=False, start_method=_method()
+        )
+        assert context is not None
+        while not context.join(timeout=0.1):
+            done = len(list(Path(folder).glob("stage-*")))
+            tell(f"measuring on {count} {'GPUs' if on_gpus else 'processes'}", done, STAGES)
+        found: dict[str, float] = torch.load(Path(folder) / "found.pt")
+    return _topology(found, count, on_gpus)
+
+
+STAGES = 5
+
+
+def _topology(found: dict[str, float], count: int, on_gpus: bool) -> Topology:
+    hardware = this_cpu().identity
+    memory = float(_host_memory() / count)
+    what = f"{count} processes with gloo"
+    if on_gpus:
+        from embforge.device import gpu_facts
+
+        hardware = gpu_hardware(gpu_facts(torch.device("cuda", 0))).identity
+        memory = float(torch.cuda.get_device_properties(0).total_memory)
+        what = f"{count} GPUs with NCCL"
+    # Two sizes, one line: what is left of the small exchange is latency.
+    spent = max(found["large"] - found["small"], 1e-9)
+    link = Link((LARGE - SMALL) / spent, found["small"])
+    day = datetime.now(UTC).date().isoformat()
+    return Topology(
+        name=LOCAL,
+        nodes=1,
+        ranks_per_node=count,
+        memory=memory,
+        lookup_bandwidth=found["lookup"],
+        update_bandwidth=found["update"],
+        node_link=link,
+        rail=link,
+        launch=found["launch"],
+        usable=0.9 if on_gpus else 0.5,
+        measured=True,
+        source=f"measured on {day}: {what}, all at once; rails are not measured and count as links inside the node",
+        hardware=tuple(hardware.items()),
+    )
+
+
+def _rank(rank: int, count: int, folder: str, on_gpus: bool, table_bytes: int, repeats: int) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    meeting = (Path(folder) / "store").as_uri()
+    dist.init_process_group("nccl" if on_gpus else "gloo", init_method=meeting, rank=rank, world_size=count)
+    try:
+        clock = _Clock(device, repeats, Path(folder) if rank == 0 else None)
+        found = _memory(clock, table_bytes // count) | _links(clock, count)
+        if rank == 0:
+            torch.save(found, Path(folder) / "found.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+class _Clock:
+    """Times a call on all ranks at once."""
+
+    def __init__(self, device: torch.device, repeats: int, folder: Path | None) -> None:
+        self.device, self.repeats, self.folder = device, repeats, folder
+        self.stages = 0
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The median over repeats of the slowest rank."""
+        times = []
+        for _ in range(self.repeats + 2):
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            spent = torch.tensor([time.perf_counter() - begin], device=self.device)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            times.append(float(spent))
+        if self.folder is not None:
+            (self.folder / f"stage-{self.stages}").touch()
+        self.stages += 1
+        return median(times[2:])
+
+
+def _memory(clock: _Clock, table_bytes: int) -> dict[str, float]:
+    """Bytes a second of scattered rows, read and updated; bytes counted as the cost model counts them."""
+    rows = max(1024, table_bytes // (4 * ROW_FLOATS))
+    table = torch.zeros(rows, ROW_FLOATS, device=clock.device)
+    count = min(rows, 2**16)
+    ids = torch.randint(rows, (count,), device=clock.device)
+    gradient = torch.ones(count, ROW_FLOATS, device=clock.device)
+    out = torch.empty(count, ROW_FLOATS, device=clock.device)
+    lookup = clock.seconds(lambda: torch.index_select(table, 0, ids, out=out))
+    update = clock.seconds(lambda: table.index_add_(0, ids, gradient))
+    tiny = torch.zeros(1, device=clock.device)
+    launch = clock.seconds(lambda: tiny.add_(1))
+    moved = 4 * ROW_FLOATS * count
+    return {"lookup": 2 * moved / lookup, "update": 3 * moved / update, "launch": launch}
+
+
+def _links(clock: _Clock, count: int) -> dict[str, float]:
+    """Seconds of an all-to-all of few and of many bytes to other ranks."""
+    spent = {}
+    for name, bytes_ in (("small", SMALL), ("large", LARGE)):
+        numbers = bytes_ // 4 // (count - 1) * count  # a rank's own part moves nowhere
+        given = torch.zeros(numbers // count * count, device=clock.device)
+        taken = torch.empty_like(given)
+        spent[name] = clock.seconds(lambda given=given, taken=taken: _all_to_all(taken, given))  # type: ignore[misc]
+    return spent
+
+
+def _all_to_all(taken: Tensor, given: Tensor) -> None:
+    dist.all_to_all_single(taken, given)
+
+
+def _method() -> str:
+    """How processes start: from a server that has imported torch once, where there is such a thing."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["torch.distributed"])
+    return "forkserver"
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,512 @@
+"""`ShardedEmbeddingCollection`: the tables of a spec spread over ranks, called like an unsharded collection."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embforge.codegen.errors import PlanError, RankError
+from embforge.codegen.sharding.geometry import Geometry, piece_name
+from embforge.codegen.sharding.kinds import ShardPlan
+from embforge.codegen.sharding.placement import Piece, TablePlacement, place
+from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.stages import FLAGS, StagePlan
+from embforge.collection import BackendName, _backend, arch_of
+from embforge.inputs import BOUNDS_CHECKS, BoundsCheck, normalise
+from embforge.sharded.comm import Exchange, Ranks
+from embforge.sharded.distribute import Distributed, Distributor
+from embforge.sharded.formats import Formats, computed_in
+from embforge.sharded.join import EmptyCalls
+from embforge.sharded.lookup import ShardedLookup, run_forward
+from embforge.sharded.network import Network
+from embforge.sharded.norms import RowNorms, needs_norms, shared_rule
+from embforge.sharded.owner import Owner
+from embforge.sharded.replicas import Replicas
+from embforge.sharded.state import HeldShards
+from embforge.sharded.vectors import Vectors, Wire
+from embforge.sharded.wiring import Base, Wiring
+from embforge.storage.static import StaticTable
+from embforge.training.facade import FusedOptimizer
+from embforge.training.numbers import drawn_seed
+from embforge.training.trainer import Trainer
+
+
+class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
+    """All lookups of a spec over ranks: one lookup kernel a rank, one exchange of ids and one of vectors for all tables.
+
+    Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call it,
+    and its backward, equally often. `plan`: a `ShardPlan`. `process_group`: a ProcessGroup, a DeviceMesh (two dimensions:
+    nodes, ranks a node) or None: all ranks; the module makes groups of its own with these ranks. `optimizer`: one of
+    `ef.optim`; gradients of all ranks are added (`average_gradients`: divided by the number of ranks, as
+    DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and every gradient back,
+    so that results and training equal the unsharded collection's bit by bit; "merge" sends equal ids once and adds up their
+    gradients before they travel. `formats`: number formats on the wire. `node_size`: ranks a node, if torchrun does not say.
+    `timeout`: of the module's groups. All else is as in `EmbeddingCollection`.
+    """
+
+    def __init__(
+        self,
+        spec: CollectionSpec,
+        plan: ShardPlan,
+        process_group: Any = None,
+        optimizer: Any = None,
+        *,
+        device: str | torch.device | None = None,
+        backend: BackendName | None = None,
+        bounds_check: BoundsCheck = "error",
+        accumulate: bool = False,
+        average_gradients: bool = False,
+        duplicates: str = "keep",
+        formats: Formats | None = None,
+        kernels: str | Path | None = None,
+        batch_size: int | None = None,
+        node_size: int | None = None,
+        timeout: timedelta | None = None,
+        _bases: list[Base] | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.plan = spec, plan
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._bounds_check = bounds_check
+        self.formats = formats or Formats()
+        self._ranks = Ranks(process_group, node_size, timeout)
+        self._ids = Exchange(self._ranks)
+        self._wires = Exchange(self._ranks)
+        self._calls = 0
+        wrong = _wrong_argument(spec, plan, optimizer, bounds_check, duplicates)
+        seed = self._agree(wrong, optimizer, accumulate, average_gradients, duplicates, _bases)
+        self.geometry = Geometry(place(plan, spec, self._ranks.size, self._ranks.node_size))
+        forward, backward = self._wire_formats()
+        self._norms = needs_norms(self.geometry, optimizer.update)
+        local_optimizer = shared_rule(optimizer) if self._norms else optimizer
+        backend = _backend(backend, device)  # type: ignore[assignment]
+        options = {
+            "device": device, "backend": backend, "kernels": kernels, "batch_size": batch_size,
+            "bounds_check": "zero" if bounds_check == "zero" else bounds_check,
+        }  # fmt: skip
+        self._accumulate = accumulate
+        local = self.geometry.locals[self._ranks.rank]
+        self.owner: Owner | None = None
+        if local is not None:
+            has_hierarchical = local.hierarchical_width > 0
+            self.owner = Owner(
+                local, "fp32" if has_hierarchical else computed_in(forward), computed_in(backward),
+                optimizer=local_optimizer, accumulate=accumulate or self._norms, **options,
+            )  # fmt: skip
+        kernel_directory = str(kernels) if kernels is not None else None
+        arch = arch_of(backend, device)  # type: ignore[arg-type]
+        stage_plan = StagePlan(
+            str(backend),
+            arch,
+            "int64",
+            self.geometry.id_dtype,
+            computed_in(forward),
+            computed_in(backward),
+            spec.output_dtype,
+        )
+        wiring = Wiring(self.geometry, self._ranks.rank, device, _bases)
+        self.distributor = Distributor(
+            wiring, self._ids, stage_plan, bounds_check, duplicates == "merge", kernel_directory
+        )
+        self.vectors = Vectors(
+            wiring, self._wires, Wire(forward, stage_plan, kernel_directory), Wire(backward, stage_plan, kernel_directory),
+            stage_plan, kernel_directory,
+        )  # fmt: skip
+        self.network = Network(wiring, stage_plan, computed_in(forward), str(backend), arch, kernel_directory)
+        self.replicas: Replicas | None = None
+        if self.geometry.replicated is not None:
+            self.replicas = Replicas(self.geometry, self._wires, optimizer, accumulate, options)
+        self._trainer = self._shared_trainer(optimizer, accumulate)
+        self._row_norms = None
+        if self._norms:
+            rank, update = self._ranks.rank, optimizer.update
+            self._row_norms = RowNorms(self.geometry, rank, self._wires, self.owner, update, device)
+        self._facade: FusedOptimizer | None = None
+        self.gradient_factor: Tensor | None = None
+        if average_gradients and self._ranks.size > 1:
+            self.gradient_factor = torch.full((1,), 1 / self._ranks.size, dtype=torch.float32, device=device)
+        self._draw(seed)
+
+    # ---- Calls --------------------------------------------------------------------------------------------
+
+    @property
+    def sequence_features(self) -> tuple[int, ...]:
+        """Features that are not pooled."""
+        return tuple(f.index for f in self.geometry.layout.sequence_features)
+
+    def distribute(
+        self,
+        values: Any,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+    ) -> Distributed:
+        """The first half of a call: ids go to their owners. Give the result to the module instead of a batch.
+
+        Raises on every rank what is wrong with the batch of any.
+        """
+        if isinstance(values, Distributed):
+            return values
+        self._calls += 1
+        try:
+            batch: Any = normalise(self.spec, self._device, values, offsets, weights, lengths)
+        except (TypeError, ValueError) as error:
+            batch = error
+        trains = torch.is_grad_enabled() and self.training_rows()
+        flags = FLAGS["trains"] if trains else 0
+        given = None if isinstance(batch, Exception) else batch.weights
+        if torch.is_grad_enabled() and given is not None and given.requires_grad:
+            flags |= FLAGS["weight_gradient"] | FLAGS["trains"]
+        return self.distributor(batch, flags | self.join_flag(), self._calls)
+
+    def forward(
+        self,
+        values: Any,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """`[B, total dim]`, features side by side in the spec's order, of this rank's samples."""
+        if self.sequence_features:
+            names = ", ".join(repr(self.spec.features[f].name) for f in self.sequence_features)
+            raise ValueError(
+                f"feature {names} has pooling 'none' and no column in a [B, D] result; call forward_dict()"
+            )
+        return self._lookup(self._distributed(values, offsets, weights, lengths))[0]
+
+    def forward_dict(
+        self,
+        values: Any,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
+        pooled, *sequences = self._lookup(self._distributed(values, offsets, weights, lengths))
+        rows = iter(sequences)
+        return {
+            placed.feature.name: next(rows)
+            if placed.column is None
+            else pooled[:, placed.column : placed.column + placed.width]
+            for placed in self.geometry.layout.features
+        }
+
+    def _distributed(self, values: Any, offsets: Any, weights: Any, lengths: Any) -> Distributed:
+        self.notify_join()
+        return self.distribute(values, offsets, weights, lengths=lengths)
+
+    def _lookup(self, done: Distributed) -> tuple[Tensor, ...]:
+        self._trainer.note_forward()
+        if not done.wants("trains"):
+            pooled, sequences, _ = run_forward(self, done, keep=False)
+            return pooled, *sequences
+        self._trainer.take_scale()
+        self._share_scale()
+        numbers = self._trainer.numbers
+        assert numbers is not None
+        found: Any = ShardedLookup.apply(self, done, done.given.weights, numbers.anchor)  # type: ignore[no-untyped-call]
+        return tuple(found)
+
+    # ---- Rows ---------------------------------------------------------------------------------------------
+
+    def weight(self, table: str) -> Tensor:
+        """The live rows of a table that this rank holds: `[rows, columns]` of its shard (the whole, if it is replicated).
+
+        Of a table of which it holds several pieces of columns or none: see `shards`.
+        """
+        shards = self.shards(table)
+        if len(shards) != 1:
+            raise ValueError(
+                f"table {table!r}: this rank holds {len(shards)} shards of it; take them from shards(), or full()"
+            )
+        return next(iter(shards.values()))
+
+    def shards(self, table: str) -> dict[tuple[range, range], Tensor]:
+        """The live parts of a table that this rank holds, by rows and columns."""
+        self.spec.table(table)
+        placed = self.geometry.placement.by_name[table]
+        if placed.replicated:
+            whole = placed.table
+            return {(range(whole.num_embeddings), range(whole.embedding_dim)): self._table(table).weight}
+        found = {}
+        for number, piece in enumerate(placed.pieces):
+            if self._ranks.rank in piece.owners:
+                rows = placed.rows(piece, piece.owners.index(self._ranks.rank))
+                shard = self._table(piece_name(placed, number)).weight[: rows.count]
+                found[rows.range, range(piece.begin, piece.end)] = shard
+        return found
+
+    @torch.no_grad()
+    def load_full(self, tables: Mapping[str, Tensor]) -> None:
+        """Takes this rank's part of whole tables `[rows, dim]`. Every rank must be given the same."""
+        for name, given in tables.items():
+            table = self.spec.table(name)
+            shape = (table.num_embeddings, table.embedding_dim)
+            if tuple(given.shape) != shape:
+                raise ValueError(f"table {name!r}: shape {tuple(given.shape)} does not fit; allowed: {shape}")
+            for (rows, columns), shard in self.shards(name).items():
+                shard.copy_(given[rows.start : rows.stop : rows.step, columns.start : columns.stop])
+
+    @torch.no_grad()
+    def full(self, table: str) -> Tensor:
+        """The whole table `[rows, dim]`, on every rank. All ranks must call."""
+        return self._gather(table, lambda shard: shard.weight, ())
+
+    @torch.no_grad()
+    def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
+        """The whole states of a table by name: `[rows, dim]` of elements, `[rows]` of rows. All ranks must call."""
+        assert self._trainer.update is not None
+        return {
+            state.name: self._gather(table, lambda shard, name=state.name: shard.states()[name], state.extent)  # type: ignore[misc]
+            for state in self.optimizer_rule.states
+        }
+
+    @property
+    def optimizer_rule(self) -> Any:
+        """The rule as the user gave it."""
+        return self._trainer.optimizer.update.rule
+
+    def _gather(self, name: str, take: Any, extent: Any) -> Tensor:
+        spec, placed = self.spec.table(name), self.geometry.placement.by_name[name]
+        if placed.replicated:
+            found: Tensor = take(self._table(name)).clone()
+            return found
+        of_rows = extent == "row"
+        dtype = torch.float32 if extent else getattr(torch, _torch_name(spec.dtype))
+        shape = (spec.num_embeddings,) if of_rows else (spec.num_embeddings, spec.embedding_dim)
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        for number, piece in enumerate(placed.pieces):
+            for shard, owner in enumerate(piece.owners):
+                rows = placed.rows(piece, shard)
+                part = whole.new_empty((rows.count, *(() if of_rows else (piece.width,))))
+                if owner == self._ranks.rank:
+                    part.copy_(take(self._table(piece_name(placed, number)))[: rows.count])
+                if rows.count:
+                    self._wires.broadcast(part, owner)
+                place = slice(rows.range.start, rows.range.stop, rows.range.step)
+                if of_rows:
+                    whole[place] = part
+                else:
+                    whole[place, piece.begin : piece.end] = part
+        return whole
+
+    def _table(self, name: str) -> StaticTable:
+        for module in (getattr(self, "local", None), getattr(self, "replicated", None)):
+            if module is not None and name in module._tables():
+                found: StaticTable = module._tables()[name]
+                return found
+        raise PlanError(f"table {name!r}: this rank holds nothing of it")
+
+    def _draw(self, seed: int) -> None:
+        """Rows uniformly from +-1/sqrt(rows), of every shard from a seed of its own: ranks often share torch's."""
+        for placed in self.geometry.placement.tables:
+            bound = 1 / math.sqrt(placed.table.num_embeddings)
+            if placed.table.dtype == "fp8_e4m3":
+                bound = max(bound, 2**-6)
+            pieces = placed.pieces or (Piece(0, placed.table.embedding_dim, (self._ranks.rank,)),)
+            for number, piece in enumerate(pieces):
+                if self._ranks.rank not in piece.owners or self._device.type == "meta":
+                    continue
+                shard = piece.owners.index(self._ranks.rank)
+                name = piece_name(placed, number) if placed.pieces else placed.table.name
+                key = f"{seed}/{placed.table.name}/{number}/{shard}"
+                generator = torch.Generator(self._device)
+                generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
+                _fill(self._table(name).weight, bound, generator)
+        for numbers in self._all_numbers():
+            numbers.seed(seed % 2**63)
+
+    # ---- Training -----------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> FusedOptimizer | None:
+        """The fused optimizer as a torch.optim.Optimizer: for schedulers, GradScaler and training loops."""
+        if self._facade is None:
+            self._facade = self._trainer.facade(self)
+        return self._facade
+
+    def step(self) -> None:
+        """One update from all gradients since the last, if they accumulate. All ranks must call."""
+        if self._accumulate:
+            self._apply_gradients()
+
+    def after_backward(self) -> None:
+        """What gradients need that could not be used where they arose."""
+        if not self._accumulate:
+            self._apply_gradients()
+
+    def _apply_gradients(self) -> None:
+        if self._row_norms is not None:
+            self._row_norms.share()
+        if self.owner is not None and self.owner.module._trainer.accumulate:
+            self.owner.module.step()
+        if self.replicas is not None:
+            self.replicas.step(self.gradient_factor)
+
+    def drop_gradients(self) -> None:
+        """Forgets accumulated gradients."""
+        for module in self._modules_trained():
+            module.drop_gradients()
+
+    def use_grad_scaler(self, scaler: Any) -> None:
+        """As `EmbeddingCollection.use_grad_scaler`; what is not finite on one rank is skipped on all."""
+        self._trainer.use_scaler(scaler)
+        self._share_scale()
+
+    def has_grad_scaler(self) -> bool:
+        """Whether `use_grad_scaler` was called."""
+        return self._trainer.has_scaler
+
+    def verdict(self, gradients: list[Tensor]) -> Tensor:
+        """0, or infinite if a gradient of any rank is not finite and losses are scaled."""
+        found = torch.zeros(1, device=self._device)
+        if self._trainer._scales:
+            for gradient in gradients:
+                found = torch.where(gradient.isfinite().all(), found, torch.ones_like(found))
+            self._wires.all_reduce("verdict", found)
+        return torch.where(found > 0, torch.inf, 0.0)
+
+    def freeze(self, *tables: str) -> None:
+        """No more updates of these tables (of all, if none is named), until `unfreeze`. The same on every rank."""
+        self._set_trainable(tables, False)
+
+    def unfreeze(self, *tables: str) -> None:
+        """Trains these tables again (all, if none is named)."""
+        self._set_trainable(tables, True)
+
+    def training_rows(self) -> bool:
+        """Whether any table is trained."""
+        return any(table.trainable for module in self._modules_trained() for table in module._tables().values()) or (
+            not self._modules_trained()
+        )
+
+    def counters(self) -> dict[str, int]:
+        """Bytes that this rank has sent to others since it was made (or `reset_counters`), by what they were."""
+        return {**self._ids.counters, **self._wires.counters}
+
+    def reset_counters(self) -> None:
+        """Counts from 0 again."""
+        self._ids.counters.clear()
+        self._wires.counters.clear()
+
+    def check(self) -> None:
+        """Waits for the device and raises the error of an earlier call, if there is one."""
+        for module in self._modules_trained():
+            module.check()
+
+    def extra_repr(self) -> str:
+        kinds = sorted({kind.name for _, kind in self.plan.kinds})
+        return f"rank {self._ranks.rank} of {self._ranks.size}, {', '.join(kinds)}, {len(self.spec.tables)} tables"
+
+    def _set_trainable(self, names: tuple[str, ...], wanted: bool) -> None:
+        for name in names or [table.name for table in self.spec.tables]:
+            self.spec.table(name)
+            placed = self.geometry.placement.by_name[name]
+            for held in _held_names(placed, self._ranks.rank):
+                self._table(held).set_trainable(wanted)
+
+    def _modules_trained(self) -> list[Any]:
+        return [
+            module for module in (getattr(self, "local", None), getattr(self, "replicated", None)) if module is not None
+        ]
+
+    def _all_numbers(self) -> list[Any]:
+        return [module._trainer.numbers for module in self._modules_trained()] or [self._trainer.numbers]
+
+    def _shared_trainer(self, optimizer: Any, accumulate: bool) -> Trainer:
+        """One set of hyperparameters for all that this rank trains; each part counts its own updates."""
+        trainer = Trainer(optimizer, accumulate, self._device)
+        assert trainer.numbers is not None
+        for module in self._modules_trained():
+            module._trainer.numbers.hyper = trainer.numbers.hyper
+        return trainer
+
+    def _share_scale(self) -> None:
+        for module in self._modules_trained():
+            module._trainer._scaler = self._trainer._scaler
+
+    # ---- Agreement ----------------------------------------------------------------------------------------
+
+    def _wire_formats(self) -> tuple[str, str]:
+        whole = self.geometry.whole_bags
+        forward = self.formats.forward or (self.spec.output_dtype if whole else "fp32")
+        return forward, self.formats.backward or "fp32"
+
+    def _agree(self, optimizer: Any, accumulate: bool, average: bool, duplicates: str) -> int:
+        """Raises where ranks differ in what must be the same; returns the seed of rank 0."""
+        facts = {
+            "spec": _digest(self.spec.to_dict()),
+            "plan": self.plan.digest(),
+            "optimizer": _digest(optimizer.update.to_dict()),
+            "accumulate": accumulate,
+            "average_gradients": average,
+            "duplicates": duplicates,
+            "formats": repr(self.formats),
+            "bounds_check": self._bounds_check,
+            "node_size": self._ranks.node_size,
+        }
+        found = self._ranks.agree({**facts, "seed": drawn_seed()}, self._ids.group)
+        for name, value in facts.items():
+            others = [rank for rank, told in enumerate(found) if told[name] != value]
+            if others:
+                raise RankError(
+                    f"{name}: rank {self._ranks.rank} has {value}, rank {others[0]} has {found[others[0]][name]}"
+                    f"{' (digests)' if name in ('spec', 'plan', 'optimizer') else ''}; every rank must make the module "
+                    f"with the same {name}"
+                )
+        seed: int = found[0]["seed"]
+        return seed
+
+
+def _check_arguments(spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str) -> None:
+    if not isinstance(spec, CollectionSpec):
+        raise TypeError(f"spec: got {type(spec).__name__}; allowed: CollectionSpec, see CollectionSpec.from_toml(path)")
+    if not isinstance(plan, ShardPlan):
+        raise TypeError(f"plan: got {type(plan).__name__}; allowed: a ShardPlan, as ShardPlan.row_wise(spec)")
+    if optimizer is None:
+        raise ValueError(
+            "optimizer=None: sharded tables are trained by a fused optimizer only, because no parameter of torch's could "
+            "hold a part of a table; give one of ef.optim, as ef.optim.SGD(lr=0.1) (freeze() keeps rows as they are)"
+        )
+    if bounds_check not in BOUNDS_CHECKS:
+        raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
+    if duplicates not in ("keep", "merge"):
+        raise ValueError(f"duplicates={duplicates!r} is not known; allowed: keep, merge")
+
+
+def _held_names(placed: TablePlacement, rank: int) -> list[str]:
+    if placed.replicated:
+        return [placed.table.name]
+    return [piece_name(placed, number) for number, piece in enumerate(placed.pieces) if rank in piece.owners]
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _torch_name(dtype: str) -> str:
+    from embforge.codegen.dtypes import DTYPES
+
+    return DTYPES[dtype].torch_name
+
+
+@torch.no_grad()
+def _fill(rows: Tensor, bound: float, generator: torch.Generator) -> None:
+    for part in rows.split(1 << 16):  # torch draws no fp8: converted a slice at a time
+        drawn = torch.empty(part.shape, device=rows.device).uniform_(-bound, bound, generator=generator)
+        part.copy_(drawn)

@@ -1,0 +1,183 @@
+"""The collectives of sharded modules: one path for NCCL and gloo, which torch chooses by the tensors' device.
+
+All that travels is bytes (gloo knows fewer number formats than NCCL) in one call of `all_to_all_single` for all tables,
+which on gloo is also by far the fastest collective. What gloo lacks is made here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embforge.codegen.errors import RankError
+
+
+class Ranks:
+    """Who takes part: the ranks of a group, in its order, and a group of the module's own for each kind of traffic.
+
+    `given`: a ProcessGroup, a DeviceMesh (two dimensions: nodes and the ranks of a node), or None: all ranks; without
+    torch.distributed, this process alone.
+    """
+
+    def __init__(self, given: Any, node_size: int | None, timeout: timedelta | None) -> None:
+        group, mesh_node_size = _group_of(given)
+        self.alone = group is None and not dist.is_initialized()
+        if given is not None and not dist.is_initialized():
+            raise RuntimeError("process_group: torch.distributed is not initialised; call init_process_group first")
+        self.global_ranks = [0] if self.alone else dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.size = len(self.global_ranks)
+        self.rank = 0 if self.alone else self.global_ranks.index(dist.get_rank())
+        self.node_size = node_size or mesh_node_size or _node_size_of_environment(self.size)
+        self.timeout = timeout
+        self.given = group
+
+    def new_group(self) -> Any:
+        """A group of these ranks that nobody else's collectives get into. All of them must call."""
+        if self.alone:
+            return None
+        return dist.new_group(self.global_ranks, timeout=self.timeout, use_local_synchronization=True)
+
+    def agree(self, facts: dict[str, Any], group: Any) -> list[dict[str, Any]]:
+        """Every rank's facts, by rank."""
+        if self.alone:
+            return [facts]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, facts, group=group)
+        return gathered
+
+
+def _group_of(given: Any) -> tuple[Any, int | None]:
+    """The group, and how many of its ranks share a node if a mesh says so."""
+    if given is None or isinstance(given, dist.ProcessGroup):
+        return given, None
+    if hasattr(given, "get_group") and hasattr(given, "mesh"):
+        if given.mesh.dim() == 1:
+            return given.get_group(), None
+        if given.mesh.dim() == 2:
+            ranks = sorted(given.mesh.flatten().tolist())
+            if ranks != given.mesh.flatten().tolist():
+                raise ValueError(f"process_group: a mesh of ranks {ranks} in another order; give it in ascending order")
+            if len(ranks) == dist.get_world_size():
+                return dist.group.WORLD, given.mesh.shape[1]
+            return dist.new_group(ranks, use_local_synchronization=True), given.mesh.shape[1]
+        raise ValueError(
+            f"process_group: a mesh of {given.mesh.dim()} dimensions; allowed: 1, or 2 (nodes, ranks a node)"
+        )
+    raise TypeError(f"process_group: got {type(given).__name__}; allowed: a ProcessGroup, a DeviceMesh, or None")
+
+
+def _node_size_of_environment(size: int) -> int:
+    """What torchrun says, where it fits: groups of a part of the ranks are taken as one node."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdigit() and int(said) and size % int(said) == 0 else size
+
+
+class Exchange:
+    """The collectives of one group, and how many bytes they sent to other ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.group = ranks.new_group()
+        self.counters: dict[str, int] = {}
+
+    def all_to_all(
+        self,
+        name: str,
+        sent: Tensor,
+        send_sizes: Sequence[int],
+        receive_sizes: Sequence[int],
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """Runs of a contiguous 1-D tensor to each rank, in the order of ranks; what the others sent, in that order.
+
+        `into`: where to put it. `RankError` if another rank died, or did not come within the group's timeout.
+        """
+        own = self.ranks.rank
+        self.count(name, (sum(send_sizes) - send_sizes[own]) * sent.element_size())
+        if self.ranks.size == 1:
+            return sent if into is None else into.copy_(sent)
+        received = sent.new_empty(sum(receive_sizes)) if into is None else into
+        self.call(
+            name,
+            dist.all_to_all_single,
+            received.view(torch.uint8) if sent.element_size() == 2 else received,  # gloo has no bf16
+            sent.view(torch.uint8) if sent.element_size() == 2 else sent,
+            _bytes(receive_sizes) if sent.element_size() == 2 else list(receive_sizes),
+            _bytes(send_sizes) if sent.element_size() == 2 else list(send_sizes),
+        )
+        return received
+
+    def all_reduce(self, name: str, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        self.count(name, tensor.nbytes)
+        if self.ranks.size > 1:
+            self.call(name, dist.all_reduce, tensor)
+        return tensor
+
+    def reduce_scatter(self, name: str, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        """`[sum(rows), width]`: the sum over ranks of the rows that are this rank's.
+
+        Neither NCCL nor gloo scatters unequal parts; equal ones they do, unequal ones are padded to the largest.
+        """
+        width, most, mine = tensor.shape[1], max(rows), rows[self.ranks.rank]
+        self.count(name, (self.ranks.size - 1) * most * width * tensor.element_size())
+        if self.ranks.size == 1:
+            return tensor
+        if min(rows) < most:
+            padded = tensor.new_zeros((self.ranks.size, most, width))
+            for part, block in zip(padded, tensor.split(list(rows)), strict=True):
+                part[: block.shape[0]] = block
+            tensor = padded.view(-1, width)
+        scattered = tensor.new_empty((most, width))
+        self.call(name, _named("reduce_scatter_single", "reduce_scatter_tensor"), scattered, tensor)
+        return scattered[:mine]
+
+    def all_gather(self, name: str, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        """`[sum(rows), width]`: every rank's rows, in the order of ranks. Unequal ones travel padded to the largest."""
+        width, most = tensor.shape[1], max(rows)
+        self.count(name, (self.ranks.size - 1) * most * width * tensor.element_size())
+        if self.ranks.size == 1:
+            return tensor
+        if tensor.shape[0] < most:
+            tensor = torch.cat([tensor, tensor.new_zeros((most - tensor.shape[0], width))])
+        gathered = tensor.new_empty((self.ranks.size * most, width))
+        self.call(name, _named("all_gather_single", "all_gather_into_tensor"), gathered, tensor.contiguous())
+        if min(rows) == most:
+            return gathered
+        return torch.cat([block[:count] for block, count in zip(gathered.split(most), rows, strict=True)])
+
+    def broadcast(self, tensor: Tensor, rank: int) -> Tensor:
+        """A rank's tensor, on all, in place. Not counted: no part of a step."""
+        if self.ranks.size > 1:
+            raw = tensor.view(torch.uint8) if tensor.element_size() < 4 else tensor
+            self.call("rows", dist.broadcast, raw, self.ranks.global_ranks[rank])
+        return tensor
+
+    def count(self, name: str, sent: int) -> None:
+        self.counters[name] = self.counters.get(name, 0) + sent
+
+    def call(self, name: str, collective: Any, *arguments: Any) -> None:
+        """A collective on this group, whose failure says what it was for."""
+        try:
+            collective(*arguments, group=self.group)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.ranks.rank} of {self.ranks.size}: the exchange of {name!r} failed: another rank died, "
+                "raised, or did not come within the group's timeout; look for the first failure in the other ranks' "
+                f"output. torch says: {error}"
+            ) from error
+
+
+def _named(name: str, older: str) -> Any:
+    """A collective by its name, or by the one it had before torch 2.13."""
+    return getattr(dist, name, None) or getattr(dist, older)
+
+
+def _bytes(sizes: Sequence[int]) -> list[int]:
+    return [2 * size for size in sizes]

@@ -1,0 +1,77 @@
+"""`All2AllDenseEmbedding`: a plain lookup in a table whose rows are spread over ranks, as SparseOperationKit's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embforge.codegen.dtypes import OutputDtype, TableDtype
+from embforge.codegen.sharding.kinds import ShardPlan
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.sharded.collection import ShardedEmbeddingCollection
+
+BAGS = 4096
+"""Ids are handed to kernels in so many bags, so that a GPU's blocks share the work."""
+
+
+class All2AllDenseEmbedding(nn.Module):
+    """`[...] ids -> [..., dim]`: an all-to-all of ids, a local gather, an all-to-all of rows; backward one of gradients.
+
+    Rank `id % ranks` holds row `id`. An id that occurs several times on a rank is sent once, its row comes once and its
+    gradients go back added up; `duplicates="keep"` sends all of them, which makes training equal to one rank's bit by bit.
+    Other keywords: as `ShardedEmbeddingCollection`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        optimizer: Any = None,
+        process_group: Any = None,
+        *,
+        dtype: TableDtype = "fp32",
+        output_dtype: OutputDtype = "fp32",
+        padding_idx: int | None = None,
+        duplicates: str = "merge",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        table = TableSpec("weight", num_embeddings, embedding_dim, dtype)
+        feature = FeatureSpec("ids", "weight", pooling="none", padding_idx=padding_idx)
+        spec = CollectionSpec((table,), (feature,), output_dtype, "dense")
+        self.collection = ShardedEmbeddingCollection(
+            spec, ShardPlan.row_wise(spec), process_group, optimizer, duplicates=duplicates, **options
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows of ids of any shape, as `[batch, slots, nnz]` or `[N]`; ranks may have different ones, also none."""
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids: got {type(ids).__name__}; allowed: a tensor of int32 or int64, of any shape")
+        flat = ids.reshape(-1)
+        count = flat.numel()
+        bags = max(1, min(count, BAGS))
+        borders = torch.arange(bags + 1, dtype=torch.int64, device=ids.device) * count // bags
+        rows = self.collection.forward_dict(flat, borders.to(flat.dtype) if flat.dtype in _IDS else borders)["ids"]
+        return rows.view(*ids.shape, rows.shape[1])
+
+    @property
+    def optimizer(self) -> Any:
+        """As `ShardedEmbeddingCollection.optimizer`."""
+        return self.collection.optimizer
+
+    def load_full(self, weight: Tensor) -> None:
+        """Takes this rank's rows of a whole table."""
+        self.collection.load_full({"weight": weight})
+
+    def full(self) -> Tensor:
+        """The whole table, on every rank. All ranks must call."""
+        return self.collection.full("weight")
+
+    def counters(self) -> dict[str, int]:
+        """Bytes sent to other ranks, by what they were."""
+        return self.collection.counters()
+
+
+_IDS = (torch.int32, torch.int64)

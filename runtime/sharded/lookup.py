@@ -1,0 +1,92 @@
+"""One call of a sharded collection, forward and backward, as autograd sees it.
+
+forward   model_forward ─► all2all ─► network_forward
+backward  network_backward ─► all2all ─► local_reduce (sort, reduce, update)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.launch.gradients import Gradients
+from embforge.sharded.distribute import Distributed
+from embforge.training.calls import refuse_double_backward
+
+
+class ShardedLookup(torch.autograd.Function):
+    """`apply(module, done, weights, anchor)` -> pooled, then the rows of every feature that is not pooled."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, done: Distributed, weights: Tensor | None, anchor: Tensor | None) -> Any:
+        keep = done.wants("trains")
+        pooled, sequences, kept = run_forward(module, done, keep)
+        ctx.module, ctx.done, ctx.kept = module, done, kept
+        ctx.save_for_backward(*([pooled] if keep and done.wants("weight_gradient") else []))
+        return pooled, *sequences
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *grad_sequences: Tensor | None) -> Any:
+        refuse_double_backward()
+        verdict, weight_gradient = run_backward(ctx.module, ctx.done, ctx.kept, grad, grad_sequences, ctx.saved_tensors)
+        return None, None, weight_gradient if ctx.needs_input_grad[2] else None, verdict
+
+
+def run_forward(module: Any, done: Distributed, keep: bool) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+    """Pooled, the rows of features that are not pooled, and what a backward needs."""
+    kept: dict[str, Any] = {}
+    pooled = sequence = None
+    if module.owner is not None:
+        found = module.owner.forward(done.local, keep)
+        pooled, sequence = found.pooled, found.sequence
+        kept["winners"] = found.winners
+    arrived = module.vectors.to_samples(done, pooled, sequence)
+    results = module.network.forward(done, arrived, keep)
+    kept |= {"source_winners": results.winners, "rows": arrived.rows}
+    sequences = results.sequences
+    if module.replicas is not None:
+        sequences |= module.replicas.forward(done, results.pooled, keep, kept)
+    return results.pooled, [sequences[f] for f in sorted(sequences)], kept
+
+
+def run_backward(
+    module: Any,
+    done: Distributed,
+    kept: dict[str, Any],
+    grad: Tensor,
+    grad_sequences: tuple[Tensor | None, ...],
+    saved: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor | None]:
+    """Updates rows everywhere. The verdict (infinite: gradients were not finite, nothing was updated), and the gradient of
+    the given weights, if any rank wants that."""
+    grad = grad.contiguous()
+    given = dict(zip(module.sequence_features, grad_sequences, strict=True))
+    verdict = module.verdict([grad, *(g for g in grad_sequences if g is not None)])
+    if not bool(verdict.isfinite()):
+        return verdict, None
+    network, vectors, factor = module.network, module.vectors, module.gradient_factor
+    rows: list[Tensor] = []
+    batch = gradients = None
+    if network.sequence_spec is not None:
+        batch = network.sequence_batch(done)
+        gradients = network.sequence_gradients(done, grad, given)
+        rows = network.row_gradients(done, batch, gradients, kept["rows"], factor)
+    room = vectors.room(done)
+    network.backward(done, grad, kept["source_winners"], room, factor)
+    pooled, sequence = vectors.to_owners(done, room, rows)
+    local = None
+    if module.owner is not None:
+        local = Gradients(pooled, sequence, None, kept["winners"])
+    weight_gradient = None
+    if done.wants("weight_gradient"):
+        from embforge.sharded.weight_gradients import weight_gradients
+
+        weight_gradient = weight_gradients(module, done, kept, grad, saved[0], local, batch, gradients, given)
+    if module.owner is not None:
+        module.owner.update(done.local, local)
+    if module.replicas is not None:
+        module.replicas.backward(done, kept, grad, given)
+    module.after_backward()
+    return verdict, weight_gradient

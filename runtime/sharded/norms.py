@@ -1,0 +1,236 @@
+"""Rules that reduce a row to a number, on tables whose columns lie on several ranks.
+
+Each rank reduces its columns; the partial sums of a row are exchanged and added in the order of the columns. The update
+kernel takes the numbers as states of the row: its rule is the user's, with every reduction replaced by such a state.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.errors import RuleError
+from embforge.codegen.rules.language import program_of
+from embforge.codegen.rules.program import Reduction
+from embforge.codegen.rules.rule import Rule, State, Update
+from embforge.codegen.sharding.geometry import Geometry
+from embforge.launch.reference import ieee_sqrt
+from embforge.launch.rules import Evaluation, row_sum
+from embforge.sharded.comm import Exchange
+from embforge.sharded.owner import Owner
+from embforge.training import pending
+from embforge.training.calls import run_reduce
+
+FOLDS = ("sum", "mean", "norm")
+
+
+def needs_norms(geometry: Geometry, update: Update) -> bool:
+    """Whether a row's number must be put together from several ranks."""
+    split = any(
+        len({owner for piece in placed.pieces for owner in piece.owners}) > 1 and placed.columns_split
+        for placed in geometry.placement.tables
+    )
+    return split and bool(program_of(update.rule).reductions)
+
+
+def shared_rule(optimizer: Any) -> Any:
+    """The optimizer with a rule whose reductions are states of the row."""
+    return _SharedOptimizer(optimizer)
+
+
+class _SharedOptimizer:
+    """An optimizer whose reductions are given from outside, in all else the user's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._given = optimizer
+        rule = optimizer.update.rule
+        self.update = replace(optimizer.update, rule=_without_reductions(rule))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_given"], name)
+
+
+def state_names(rule: Rule) -> list[str]:
+    """What the reductions of a rule are called as states."""
+    return [f"shared_{number}" for number in range(len(program_of(rule).reductions))]
+
+
+def _without_reductions(rule: Rule) -> Rule:
+    program = program_of(rule)
+    texts = [_spelled(reduction.text) for reduction in program.reductions]
+    if len(set(texts)) != len(texts):
+        raise RuleError(
+            f"rule {rule.name!r}: {texts} reduce different values by the same words, which cannot be told apart where "
+            "columns of a table lie on several ranks; give the values different names, or use row_wise or table_wise"
+        )
+    names = dict(zip(texts, state_names(rule), strict=True))
+
+    class Replace(ast.NodeTransformer):
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            name = names.get(ast.unparse(node))
+            return ast.Name(name, ast.Load()) if name else self.generic_visit(node)
+
+    lines = tuple(ast.unparse(Replace().visit(ast.parse(line))) for line in program.lines)
+    kept = tuple(f"{name} = {name}" for name in names.values())
+    states = (*rule.states, *(State(name, "row") for name in names.values()))
+    made = Rule(f"{rule.name}_columns"[:60], (*lines, *kept), states, rule.hyper)
+    program_of(made)
+    return made
+
+
+def _spelled(text: str) -> str:
+    return ast.unparse(ast.parse(text, mode="eval"))
+
+
+class _Shared(Evaluation):
+    """A rule as far as its last reduction, which others complete: a generator of partial sums that is sent whole ones."""
+
+    def partial_sums(self, whole_width: int) -> Generator[Tensor, Tensor, list[Tensor]]:
+        found: list[Tensor] = []
+        for step in self.program.steps:
+            if len(found) == len(self.program.reductions):
+                break
+            if not isinstance(step, Reduction):
+                self.define(step)
+                continue
+            x = self.tensor(self.value(step.value)).expand(self.shapes[2])
+            total = yield row_sum(x * x if step.fold == "norm" else x)
+            if step.fold == "mean":
+                total = total / torch.full((1,), float(whole_width), dtype=total.dtype, device=total.device)
+            elif step.fold == "norm":
+                total = ieee_sqrt(total)
+            found.append(total)
+            self.values[step.name] = total[:, None]
+        return found
+
+
+class RowNorms:
+    """The exchange of one module."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int,
+        exchange: Exchange,
+        owner: Owner | None,
+        update: Update,
+        device: torch.device,
+    ) -> None:
+        self.rank, self.exchange, self.owner, self.update, self.device = rank, exchange, owner, update, device
+        self.held = [_held(geometry, number) for number in range(geometry.world_size)]
+        """Of each rank, the tables of its own collection."""
+
+    def share(self) -> None:
+        """Fills the states of the rows whose gradients wait. All ranks must call."""
+        evaluations, reduced = self._begin()
+        sums = [next(evaluation) for evaluation in evaluations]
+        finished: list[list[Tensor]] = [[] for _ in evaluations]
+        for _ in program_of(self.update.rule).reductions:
+            whole, sums = self._exchange(sums), []
+            for index, (evaluation, total) in enumerate(zip(evaluations, whole, strict=True)):
+                try:
+                    sums.append(evaluation.send(total))
+                except StopIteration as stop:
+                    finished[index] = stop.value
+        if self.owner is None:
+            return
+        for table, (rows, _), values in zip(self.owner.module._tables().values(), reduced, finished, strict=True):
+            states = table.states()
+            for name, value in zip(state_names(self.update.rule), values, strict=True):
+                states[name][rows] = value
+
+    def _begin(self) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
+        """The rule on the rows whose gradients wait, table by table; and these rows with their gradients."""
+        if self.owner is None:
+            return [], []
+        module = self.owner.module
+        trainer, numbers = module._trainer, module._trainer.numbers
+        assert numbers is not None
+        if not trainer._pending:
+            rows = torch.empty(0, dtype=torch.int64, device=self.device)
+            nothing = [(rows, torch.empty((0, t.embedding_dim), device=self.device)) for t in module.spec.tables]
+            trainer._pending = [pending.Pass(nothing, [])]  # the step counts, as on ranks whose rows occur
+        batch, gradients = pending.as_batch(trainer._pending, self.device)
+        storage = module._storage(module._weights())
+        reduced = list(run_reduce(module._programs[torch.int64].merge, storage, batch, gradients))
+        verdicts = [verdict for one in trainer._pending for verdict in one.verdicts]
+        trainer._pending = [pending.Pass(reduced, verdicts)]
+        scale = numbers.get("grad_scale") or 1.0
+        evaluations = []
+        for table, (rows, gradient), held in zip(module._tables().values(), reduced, self.held[self.rank], strict=True):
+            states = {name: state[rows] for name, state in table.states().items()}
+            evaluation = _Shared(
+                self.update, numbers.hyper.tolist(), int(numbers.counters[0]) + 1, gradient / scale,
+                table.weight[rows].float(), states, torch.float32,
+            )  # fmt: skip
+            evaluations.append(evaluation.partial_sums(held.whole_width))
+        return evaluations, reduced
+
+    def _exchange(self, sums: list[Tensor]) -> list[Tensor]:
+        """Of every table the sums over all its columns, added in their order."""
+        mine = self.held[self.rank]
+        known = {held.key: total for held, total in zip(mine, sums, strict=True)}
+        rows = {held.rows: total.numel() for held, total in zip(mine, sums, strict=True)}
+        out = [[known[held.key] for held in mine if peer in held.peers] for peer in range(len(self.held))]
+        coming = [[held for held in others if self.rank in held.peers] for others in self.held]
+        flat = [total for totals in out for total in totals]
+        received = self.exchange.all_to_all(
+            "row_norms",
+            torch.cat(flat) if flat else torch.empty(0, device=self.device),
+            [sum(total.numel() for total in totals) for totals in out],
+            [sum(rows[held.rows] for held in others) for others in coming],
+        )
+        wanted = [held for others in coming for held in others]
+        parts = received.split([rows[held.rows] for held in wanted])
+        known |= {held.key: part for held, part in zip(wanted, parts, strict=True)}
+        whole = []
+        for held, total in zip(mine, sums, strict=True):
+            added = torch.zeros_like(total)
+            for number in range(held.pieces):
+                added = added + known[(*held.rows, number)]
+            whole.append(added)
+        return whole
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A table of a rank's own collection: some columns of some rows of a table."""
+
+    rows: tuple[str, int]
+    """The table and the shard of its rows."""
+    number: int
+    """Of the piece of columns."""
+    pieces: int
+    whole_width: int
+    peers: frozenset[int]
+    """Other ranks that hold other columns of these rows."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return (*self.rows, self.number)
+
+
+def _held(geometry: Geometry, rank: int) -> list[_Held]:
+    found = []
+    for placed in geometry.placement.tables:
+        for number, piece in enumerate(placed.pieces):
+            if rank not in piece.owners:
+                continue
+            if len({len(other.owners) for other in placed.pieces}) > 1:
+                raise RuleError(
+                    f"table {placed.table.name!r}: pieces of its columns are spread over different numbers of ranks, which "
+                    "a rule that reduces rows does not allow; choose a number of pieces that divides that of the ranks"
+                )
+            shard = piece.owners.index(rank)
+            peers = frozenset(other.owners[shard] for other in placed.pieces) - {rank}
+            found.append(
+                _Held((placed.table.name, shard), number, len(placed.pieces), placed.table.embedding_dim, peers)
+            )
+    return found

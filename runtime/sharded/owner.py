@@ -1,0 +1,83 @@
+"""The owners' side: lookups in this rank's own rows for the samples of all ranks, and their updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.arguments import sequence_elements
+from embforge.codegen.sharding.geometry import Local
+from embforge.codegen.training import training_plans
+from embforge.collection import EmbeddingCollection, arch_of
+from embforge.inputs import Batch
+from embforge.launch.gradients import Gradients
+from embforge.launch.kernels import Program
+from embforge.training.calls import Kept, Programs, run_forward, run_reduce, run_update, run_weight_gradient
+
+
+class Owner:
+    """One rank's own collection. `forward`, `backward`: dtypes in which its results and their gradients are computed."""
+
+    def __init__(self, local: Local, forward: str, backward: str, **options: Any) -> None:
+        self.local = local
+        self.module = EmbeddingCollection(replace(local.spec, output_dtype=forward), **options)
+        self._backward_dtype = backward
+        self._programs: Programs | None = None
+        self._made_for: Any = None
+
+    @property
+    def id_dtype(self) -> torch.dtype:
+        return torch.int32
+
+    def programs(self, batch: Batch) -> Programs:
+        """The module's own; those behind a backward for gradients as they travel."""
+        module = self.module
+        made_for = (batch.values.dtype, module.device, module.backend)
+        if self._made_for != made_for:
+            name = "int32" if batch.values.dtype == torch.int32 else "int64"
+            chosen = module._choices[name]
+            spec = replace(self.local.spec, output_dtype=self._backward_dtype)
+            trainer = module._trainer
+            plans = training_plans(
+                spec, module.backend, arch_of(module.backend, module.device), name, chosen["forward"].params,
+                chosen["backward"].params, trainer.update, trainer.accumulate,
+            )  # fmt: skip
+            behind = {op: Program(plan, module.kernels).text for op, plan in plans.items()}
+            kept = ("backward", "reduce", "weight_gradient")
+            own = module._program(batch)
+            self._programs = own._replace(**{op: behind.get(op, "") for op in kept})
+            self._made_for = made_for
+        assert self._programs is not None
+        return self._programs
+
+    def forward(self, batch: Batch, keep: bool) -> Kept:
+        """Results for the samples of all ranks. `keep`: a backward will come."""
+        programs = self.programs(batch)
+        assert batch.rows_per_feature is not None
+        rows = [batch.rows_per_feature[f.index] for f in self.local.layout.sequence_features]
+        elements = sequence_elements(self.local.layout, rows) if rows else 0
+        program = programs.train if keep else programs.forward
+        return run_forward(program, self._storage(), batch, elements)
+
+    def update(self, batch: Batch, gradients: Gradients) -> None:
+        """Rows and states at once; or, if gradients accumulate, what `step` will use."""
+        trainer, numbers = self.module._trainer, self.module._trainer.numbers
+        assert numbers is not None
+        storage, programs = self._storage(), self.programs(batch)
+        if True not in storage.trainable:
+            return
+        if trainer.accumulate:
+            trainer._take(gradients, run_reduce(programs.reduce, storage, batch, gradients))
+            return
+        with numbers.lock:
+            run_update(programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
+
+    def weight_gradient(self, batch: Batch, gradients: Gradients) -> Tensor:
+        """Of the weights that came with ids."""
+        return run_weight_gradient(self.programs(batch).weight_gradient, self._storage(), batch, gradients)
+
+    def _storage(self) -> Any:
+        return self.module._storage(self.module._weights())

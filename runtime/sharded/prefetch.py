@@ -1,0 +1,64 @@
+"""The exchange of ids ahead of time: while a batch computes, the ids of the next one travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from embforge.sharded.distribute import Distributed
+
+
+class PrefetchedBatches:
+    """Iterates over batches: `for item, done in PrefetchedBatches(module, batches): module(done)`.
+
+    `arguments` takes an item to what the module is called with: a tuple of positional arguments (the item itself, if it is
+    not given) or anything that is `values` alone. Ids of the next batch are exchanged in a thread, through a group of its
+    own and on a GPU on a stream of its own, while the caller works on this one. Every rank must go through as many batches;
+    an error in a batch is raised where the batch would have come, on all ranks.
+    """
+
+    def __init__(self, module: Any, batches: Iterable[Any], arguments: Callable[[Any], Any] | None = None) -> None:
+        self.module, self.batches, self.arguments = module, batches, arguments
+        self._device: torch.device = module._device
+
+    def __iter__(self) -> Iterator[tuple[Any, Distributed]]:
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with ThreadPoolExecutor(1, thread_name_prefix="embforge-ids") as pool:
+            waiting: tuple[Any, Future[Any]] | None = None
+            for item in self.batches:
+                coming = (item, pool.submit(self._exchange, item, torch.is_grad_enabled(), stream, self._now()))
+                if waiting is not None:
+                    yield waiting[0], self._arrived(waiting[1])
+                waiting = coming
+            if waiting is not None:
+                yield waiting[0], self._arrived(waiting[1])
+
+    def _now(self) -> Any:
+        """What the ids' stream must wait for: whoever made the batch on the caller's stream."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _exchange(self, item: Any, gradients: bool, stream: Any, made: Any) -> tuple[Distributed, Any]:
+        given = item if self.arguments is None else self.arguments(item)
+        positional = given if isinstance(given, tuple) else (given,)
+        with torch.set_grad_enabled(gradients):
+            if stream is None:
+                return self.module.distribute(*positional), None
+            with torch.cuda.stream(stream):
+                stream.wait_event(made)
+                done = self.module.distribute(*positional)
+                return done, stream.record_event()
+
+    def _arrived(self, coming: Future[Any]) -> Distributed:
+        done: Distributed
+        done, event = coming.result()
+        if event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(event)
+            kept = [done.lengths, done.divisors, done.slots, *(done.local[:3] if done.local is not None else ())]
+            for tensor in kept:  # made on the other stream: its memory must not be given away while this one reads it
+                if tensor is not None:
+                    tensor.record_stream(current)
+        return done

@@ -1,0 +1,139 @@
+"""Replicated tables: every rank looks up its own samples in its own copy; gradients of all are added by one all-reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.arguments import sequence_elements
+from embforge.codegen.sharding.geometry import Geometry
+from embforge.collection import EmbeddingCollection
+from embforge.inputs import Batch
+from embforge.launch.gradients import Gradients
+from embforge.sharded.comm import Exchange
+from embforge.sharded.distribute import Distributed
+from embforge.training.calls import run_forward, run_reduce, run_weight_gradient
+from embforge.training.pending import Pass
+
+
+class Replicas:
+    """The replicated tables of a collection on one rank."""
+
+    def __init__(self, geometry: Geometry, exchange: Exchange, optimizer: Any, accumulate: bool, options: Any) -> None:
+        assert geometry.replicated is not None
+        self.exchange = exchange
+        self.features = [
+            index
+            for index, feature in enumerate(geometry.spec.features)
+            if geometry.placement.by_name[feature.table].replicated
+        ]
+        self.layout = geometry.layout
+        # Gradients always wait here: they are added over ranks before they are used.
+        self.module = EmbeddingCollection(geometry.replicated, optimizer=optimizer, accumulate=True, **options)
+
+    def forward(self, done: Distributed, pooled: Tensor, keep: bool, kept: dict[str, Any]) -> dict[int, Tensor]:
+        """Writes columns of the pooled result; returns the rows of features that are not pooled."""
+        module, batch = self.module, self._batch(done)
+        programs = module._program(batch)
+        rows = [batch.rows_per_feature[f.index] for f in module.layout.sequence_features]  # type: ignore[index]
+        elements = sequence_elements(module.layout, rows) if rows else 0
+        found = run_forward(programs.train if keep else programs.forward, self._storage(), batch, elements)
+        for own, placed in self._pairs():
+            if own.column is not None:
+                pooled[:, placed.column : placed.column + placed.width] = found.pooled[
+                    :, own.column : own.column + own.width
+                ]
+        kept["replicas"] = (batch, found.divisors, found.winners)
+        sizes = [count * f.dim for count, f in zip(rows, module.layout.sequence_features, strict=True)]
+        parts = found.sequence.split(sizes) if found.sequence is not None else ()
+        places = [self.features[f.index] for f in module.layout.sequence_features]
+        dims = [f.dim for f in module.layout.sequence_features]
+        return {place: part.view(-1, dim) for place, part, dim in zip(places, parts, dims, strict=True)}
+
+    def backward(
+        self, done: Distributed, kept: dict[str, Any], grad: Tensor, sequences: dict[int, Tensor | None]
+    ) -> None:
+        """Leaves the gradients of this rank's samples for `step`."""
+        batch = kept["replicas"][0]
+        gradients = self._gradients(kept, grad, sequences)
+        reduced = run_reduce(self.module._program(batch).reduce, self._storage(), batch, gradients)
+        self.module._trainer._pending.append(Pass(reduced, []))
+
+    def weight_gradient(
+        self, done: Distributed, kept: dict[str, Any], grad: Tensor, sequences: dict[int, Tensor | None]
+    ) -> Tensor:
+        """Of the weights of this rank's batch; 0 for ids of other tables."""
+        batch = kept["replicas"][0]
+        gradients = self._gradients(kept, grad, sequences)
+        program = self.module._program(batch).weight_gradient
+        own = run_weight_gradient(program, self._storage(), batch, gradients)
+        found, first = torch.zeros(done.given.values.numel(), device=grad.device), 0
+        for feature, count in zip(self.features, batch.rows_per_feature, strict=True):
+            begin = done.borders[feature]
+            found[begin : begin + count] = own[first : first + count]
+            first += count
+        return found
+
+    def _gradients(self, kept: dict[str, Any], grad: Tensor, sequences: dict[int, Tensor | None]) -> Gradients:
+        batch, divisors, winners = kept["replicas"]
+        layout = self.module.layout
+        pooled = grad.new_empty((grad.shape[0], layout.output_width))
+        flat = []
+        for own, placed in self._pairs():
+            if own.column is not None:
+                pooled[:, own.column : own.column + own.width] = grad[:, placed.column : placed.column + placed.width]
+            else:
+                given = sequences.get(placed.index)
+                count = batch.rows_per_feature[own.index]
+                flat.append((grad.new_zeros((count, own.dim)) if given is None else given).to(grad.dtype).reshape(-1))
+        return Gradients(pooled, torch.cat(flat) if flat else None, divisors, winners)
+
+    def step(self, factor: Tensor | None = None) -> None:
+        """One update of all replicas alike, from the gradients of all ranks since the last."""
+        trainer = self.module._trainer
+        tables = self.module.spec.tables
+        width = [table.embedding_dim + 1 for table in tables]  # the last column tells whether a row occurs
+        sizes = [table.num_embeddings * w for table, w in zip(tables, width, strict=True)]
+        flat = torch.zeros(sum(sizes), device=self.module.device)
+        blocks = [part.view(-1, w) for part, w in zip(flat.split(sizes), width, strict=True)]
+        for one in trainer._pending:
+            for block, (rows, gradient) in zip(blocks, one.reduced, strict=True):
+                block[rows, :-1] += gradient  # rows of a pass are different ones
+                block[rows, -1] = 1
+        self.exchange.all_reduce("replicas", flat)
+        reduced = []
+        for block in blocks:
+            rows = block[:, -1].nonzero()[:, 0]
+            gradient = block[rows, :-1]
+            reduced.append((rows, gradient if factor is None else gradient * factor))
+        trainer._pending = [Pass(reduced, [])]
+        self.module.step()
+
+    def _batch(self, done: Distributed) -> Batch:
+        given, size = done.given, done.given.batch
+        parts, offsets, weights, first = [], [], [], 0
+        counts = []
+        for feature in self.features:
+            begin, end = done.borders[feature], done.borders[feature + 1]
+            parts.append(given.values[begin:end])
+            offsets.append(given.offsets[feature * size : (feature + 1) * size] - (begin - first))
+            if given.weights is not None:
+                weights.append(given.weights[begin:end].detach())
+            first += end - begin
+            counts.append(end - begin)
+        last = given.offsets.new_full((1,), first)
+        return Batch(
+            torch.cat(parts), torch.cat([*offsets, last]), torch.cat(weights) if weights else None, size, tuple(counts)
+        )
+
+    def _pairs(self) -> Any:
+        """Each feature's place among the replicated ones and in the whole."""
+        return [
+            (own, self.layout.features[place])
+            for own, place in zip(self.module.layout.features, self.features, strict=True)
+        ]
+
+    def _storage(self) -> Any:
+        return self.module._storage(self.module._weights())

@@ -1,0 +1,116 @@
+"""`DistributedSparseEmbedding`: pooled lookups in tables that are fused by width, as SparseOperationKit's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.errors import SpecError
+from embforge.codegen.sharding.kinds import ShardPlan
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.sharded.collection import ShardedEmbeddingCollection
+from embforge.sharded.distribute import Distributed
+from embforge.sharded.vectors import Arrived, Room, Vectors
+from embforge.sharded.wiring import Base
+
+POOLINGS = ("sum", "mean", "sqrtn")
+
+
+class DistributedSparseEmbedding(ShardedEmbeddingCollection):
+    """Sums and means of bags over tables of any number of ranks: rank `key % ranks` holds the row of a key.
+
+    Tables of equal width and dtype are rows of one, one behind the other; a key is a row there, which the module works out
+    from a feature and its id. Forward each rank adds up the rows it owns and a reduce-scatter the partial sums; backward an
+    all-gather brings the gradients of all samples. Arguments: as `ShardedEmbeddingCollection`, without a plan.
+    """
+
+    def __init__(self, spec: CollectionSpec, process_group: Any = None, optimizer: Any = None, **options: Any) -> None:
+        for feature in spec.features:
+            if feature.pooling not in POOLINGS:
+                raise SpecError(
+                    f"feature {feature.name!r}: pooling={feature.pooling!r} cannot be reduced and scattered; allowed: "
+                    f"{', '.join(POOLINGS)}; ShardedEmbeddingCollection has all poolings"
+                )
+        if options.get("formats") is not None:
+            raise ValueError("formats: a reduce-scatter adds fp32; ShardedEmbeddingCollection has other formats")
+        members = _fuse(spec)
+        fused = members.spec
+        super().__init__(fused, ShardPlan.row_wise(fused), process_group, optimizer, _bases=members.bases, **options)
+        self.given_spec, self._members = spec, members.members
+        wiring = replace(self.distributor.wiring, added_on_the_way=True)
+        self.network = replace(self.network, wiring=wiring)
+        vectors = self.vectors
+        self.vectors = ReducedVectors(
+            wiring, vectors.exchange, vectors.forward_wire, vectors.backward_wire, vectors.plan, vectors.kernels
+        )
+
+    def load_full(self, tables: Mapping[str, Tensor]) -> None:
+        """Takes this rank's rows of whole tables, by the names of the given spec; all tables of a width at once."""
+        for name, members in self._members.items():
+            known = [tables[member.name] for member in members if member.name in tables]
+            if known and len(known) != len(members):
+                missing = ", ".join(repr(m.name) for m in members if m.name not in tables)
+                raise ValueError(f"tables: {missing} missing; tables of one width are one, so give all of them")
+            if known:
+                super().load_full({name: torch.cat(known)})
+
+    def full(self, table: str) -> Tensor:
+        """The whole table, on every rank. All ranks must call."""
+        self.given_spec.table(table)
+        for name, members in self._members.items():
+            firsts = accumulate((m.num_embeddings for m in members), initial=0)
+            for first, member in zip(firsts, members, strict=False):
+                if member.name == table:
+                    return super().full(name)[first : first + member.num_embeddings]
+        raise AssertionError(table)
+
+
+@dataclass(frozen=True)
+class _Fused:
+    spec: CollectionSpec
+    bases: list[Base]
+    members: dict[str, list[TableSpec]]
+
+
+def _fuse(spec: CollectionSpec) -> _Fused:
+    members: dict[str, list[TableSpec]] = {}
+    for table in spec.tables:
+        members.setdefault(f"dim{table.embedding_dim}_{table.dtype}", []).append(table)
+    home: dict[str, tuple[str, Base]] = {}
+    for name, tables in members.items():
+        first = 0
+        for table in tables:
+            home[table.name] = name, Base(first, table.num_embeddings)
+            first += table.num_embeddings
+    fused = tuple(
+        TableSpec(name, sum(t.num_embeddings for t in tables), tables[0].embedding_dim, tables[0].dtype)
+        for name, tables in members.items()
+    )
+    features = tuple(
+        FeatureSpec(f.name, home[f.table][0], f.pooling, f.weighted, f.hotness, f.padding_idx) for f in spec.features
+    )
+    bases = [home[feature.table][1] for feature in spec.features]
+    return _Fused(CollectionSpec(fused, features, spec.output_dtype, spec.name), bases, members)
+
+
+class ReducedVectors(Vectors):
+    """Partial pools are added on their way: every rank's results have the same columns."""
+
+    def to_samples(self, done: Distributed, pooled: Tensor | None, sequence: Tensor | None) -> Arrived:
+        assert pooled is not None and sequence is None
+        scattered = self.exchange.reduce_scatter("vectors", pooled, done.samples)
+        return Arrived(scattered.reshape(-1), (0,) * self.wiring.geometry.world_size, None, [])
+
+    def room(self, done: Distributed) -> Room:
+        size = done.samples[self.rank] * sum(self.widths[self.rank])
+        partials = torch.empty(size, dtype=self.backward_wire.dtype, device=self.wiring.device)
+        return Room(partials, (0,) * self.wiring.geometry.world_size, None, None)
+
+    def to_owners(self, done: Distributed, room: Room, sequences: Any) -> tuple[Tensor | None, Tensor | None]:
+        rows = room.partials.view(done.samples[self.rank], sum(self.widths[self.rank]))
+        return self.exchange.all_gather("gradients", rows, done.samples), None

@@ -1,0 +1,139 @@
+"""What a rank's state dict holds of a sharded collection: its own shards, without the rows that only pad them.
+
+    tables.<table>.weight            tables.<table>.optim.<state>             of a table of which the rank holds one shard
+    tables.<table>.<piece>.weight    tables.<table>.<piece>.optim.<state>     of one with several pieces of columns there
+    optim.step, optim.seed           replicated.optim.step, replicated.optim.seed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embforge.codegen.sharding.geometry import Geometry, piece_name
+from embforge.sharded.comm import Ranks
+from embforge.storage.static import StaticTable
+from embforge.training.trained import _wrong_counter
+
+SHARD = "embforge_shard"
+"""Key of a state dict's metadata: whose shards it holds."""
+
+
+class HeldShards(nn.Module):
+    """A module whose tables are neither parameters nor buffers nor modules: nobody may broadcast, average or split them."""
+
+    geometry: Geometry
+    plan: Any
+    _ranks: Ranks
+    _device: torch.device
+
+    def _table(self, name: str) -> StaticTable:
+        raise NotImplementedError
+
+    def _parts_trained(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def optimizer_rule(self) -> Any:
+        raise NotImplementedError
+
+    def held_tables(self) -> Iterator[tuple[str, StaticTable, int]]:
+        """What this rank holds: the name in the state dict, the storage, and how many of its rows are rows of the table."""
+        rank = self._ranks.rank
+        for placed in self.geometry.placement.tables:
+            key = f"tables.{placed.table.name}"
+            if placed.replicated:
+                yield key, self._table(placed.table.name), placed.table.num_embeddings
+            mine = [number for number, piece in enumerate(placed.pieces) if rank in piece.owners]
+            for number in mine:
+                piece = placed.pieces[number]
+                rows = placed.rows(piece, piece.owners.index(rank)).count
+                yield key if len(mine) == 1 else f"{key}.{number}", self._table(piece_name(placed, number)), rows
+
+    def _saved(self) -> dict[str, Tensor]:
+        """The live rows and states by key."""
+        found = {}
+        wanted = [state.name for state in self.optimizer_rule.states]
+        for key, table, rows in self.held_tables():
+            found[f"{key}.weight"] = table.weight[:rows]
+            states = table.states()
+            found |= {f"{key}.optim.{name}": states[name][:rows] for name in wanted}
+        return found
+
+    def _saved_counters(self) -> dict[str, Tensor]:
+        return {
+            prefix + key: counter
+            for prefix, part in self._parts_trained().items()
+            for key, counter in part._trainer.counters().items()
+        }
+
+    def _whose(self) -> dict[str, Any]:
+        """What shards depend on, beside the tables' shapes."""
+        return {"rank": self._ranks.rank, "ranks": self._ranks.size, "plan": self.plan.digest()}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][SHARD] = self._whose()
+        destination.update({prefix + key: live.contiguous() for key, live in self._saved().items()})
+        destination.update({prefix + key: counter.clone() for key, counter in self._saved_counters().items()})
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Takes what this rank saved. If anything of it is wrong, nothing of it is taken."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, False, [], [], error_msgs)
+        told, own = local_metadata.get(SHARD, self._whose()), self._whose()
+        if told != own:
+            error_msgs.append(
+                f"{prefix or 'the module'}: the state dict holds the shards of rank {told['rank']} of {told['ranks']} (plan "
+                f"{told['plan']}), this is rank {own['rank']} of {own['ranks']} (plan {own['plan']}); every rank loads what it "
+                "saved itself; for another plan or number of ranks save full(table) and use load_full"
+            )
+            return
+        live, counters, wrong = self._saved(), self._saved_counters(), []
+        for key, target in (live | counters).items():
+            given = state_dict.get(prefix + key)
+            if given is None:
+                missing_keys.append(prefix + key)
+            elif key in counters and (problem := _wrong_counter(given, target)):
+                wrong.append(f"{prefix}{key}: {problem} is not allowed; allowed: a tensor of one whole number, at least 0")
+            elif not isinstance(given, Tensor) or given.shape != target.shape:
+                what = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+                wrong.append(f"{prefix}{key}: {what} does not fit this rank's shard of shape {tuple(target.shape)}")
+        error_msgs += wrong
+        if strict:
+            known = {prefix + key for key in live | counters}
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        for key, target in (live | counters).items():
+            given = state_dict.get(prefix + key)
+            if given is not None and not wrong and not target.is_meta:
+                target.copy_(given)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Casts leave the tables alone; a move is refused."""
+        device = fn(torch.empty(0, device=self._device)).device
+        if device != self._device:
+            raise RuntimeError(
+                f"a sharded collection stays on the device it was made on ({self._device}), with its process groups; make "
+                f"it with device={str(device)!r}, or move the other modules one by one"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: a sharded collection cannot be copied or pickled, because its process groups cannot; "
+            "make another one with the same arguments on every rank and give it state_dict() (this rank's shards), or "
+            "take whole tables with full(table)"
+        )

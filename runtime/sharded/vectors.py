@@ -1,0 +1,442 @@
+"""Vectors between ranks: results from the owners of rows to the ranks of the samples, gradients back.
+
+A block from rank to rank is sections of rows: the pooled columns that take the direct way, then the rows of each sequence
+feature. All tables' blocks go in one all-to-all. Hierarchical columns take two more: to the node's rank that has the local
+rank of the sample's, which adds them up, and from there on the rail of that local rank to the sample's node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embforge.codegen.stages import PACKINGS, PART_WORDS, PIECE_WORDS, SOURCE_WORDS, StagePlan
+from embforge.launch.stages import stages_of
+from embforge.sharded.comm import Exchange
+from embforge.sharded.distribute import Distributed
+from embforge.sharded.formats import DTYPES, PACKED, computed_in, direct_widths, packed_bytes, row_bytes
+from embforge.sharded.wiring import Wiring
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A number format on the wire: rows of numbers to bytes and back."""
+
+    format: str
+    plan: StagePlan
+    kernels: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of numbers before and after."""
+        return DTYPES[computed_in(self.format)]
+
+    def encode(self, numbers: Tensor, widths: Sequence[int]) -> Tensor:
+        """`[rows, sum(widths)]` of any float dtype to flat bytes."""
+        if self.format not in PACKED:
+            return numbers.to(self.dtype).contiguous().view(-1).view(torch.uint8)
+        rows, size = numbers.shape[0], row_bytes(self.format, list(widths))
+        packed = numbers.new_empty(rows * size, dtype=torch.uint8)
+        self._run("pack", self._parts(widths, numbers.device), numbers.float().contiguous(), packed, rows, widths)
+        return packed
+
+    def decode(self, packed: Tensor, rows: int, widths: Sequence[int]) -> Tensor:
+        """Flat bytes to `[rows, sum(widths)]` of `dtype`; a view where bytes are numbers."""
+        if self.format not in PACKED:
+            return packed.view(self.dtype).view(rows, sum(widths))
+        numbers = packed.new_empty((rows, sum(widths)), dtype=torch.float32)
+        self._run("unpack", self._parts(widths, packed.device), numbers, packed, rows, widths)
+        return numbers
+
+    def _run(
+        self, stage: str, parts: Tensor, numbers: Tensor, packed: Tensor, rows: int, widths: Sequence[int]
+    ) -> None:
+        stages_of(self.plan, self.kernels).run(
+            stage,
+            parts=parts,
+            numbers=numbers,
+            bytes=packed,
+            num_parts=len(widths),
+            rows=rows,
+            width=sum(widths),
+            row_bytes=row_bytes(self.format, list(widths)),
+            packing=PACKINGS[self.format],
+        )
+
+    def _parts(self, widths: Sequence[int], device: torch.device) -> Tensor:
+        assert PART_WORDS == ("column", "width", "byte")
+        columns = np.cumsum(widths) - widths
+        sizes = np.array([packed_bytes(width) for width in widths])
+        parts = np.stack([columns, np.array(widths), np.cumsum(sizes) - sizes], axis=1).astype(np.int64)
+        return torch.from_numpy(parts).to(device)
+
+
+POOLED = -1
+"""The key of the section of pooled columns; others are features of the owner's collection."""
+
+
+class Section(NamedTuple):
+    """Rows that travel together."""
+
+    key: int
+    rows: int
+    widths: list[int]
+
+
+class Arrived(NamedTuple):
+    """What the owners sent for this rank's samples."""
+
+    partials: Tensor
+    """Partial pools of all other ranks (and behind them of nodes), flat."""
+    begins: tuple[int, ...]
+    """Where the block of each begins, then the end."""
+    own: Tensor | None
+    """`[samples, columns]` of this rank itself, where its kernel left them."""
+    rows: list[Tensor]
+    """Of every sequence piece, shard by shard."""
+
+
+class Room(NamedTuple):
+    """Where gradients of partial pools go."""
+
+    partials: Tensor
+    begins: tuple[int, ...]
+    own: Tensor | None
+    """For what this rank owns itself: a part of `whole`."""
+    whole: Tensor | None
+    """`[samples of all ranks, columns]`: what the owner's backward will read."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The exchange of vectors of one module."""
+
+    wiring: Wiring
+    exchange: Exchange
+    forward_wire: Wire
+    backward_wire: Wire
+    plan: StagePlan
+    kernels: str | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.wiring.rank
+
+    @cached_property
+    def sequence_locals(self) -> tuple[tuple[int, ...], ...]:
+        """Of each rank's own collection, the features whose rows travel one by one."""
+        return tuple(
+            () if local is None else tuple(f.index for f in local.layout.sequence_features)
+            for local in self.wiring.geometry.locals
+        )
+
+    @cached_property
+    def widths(self) -> tuple[list[int], ...]:
+        """Of each rank, the direct pooled columns by feature."""
+        return tuple(direct_widths(local) for local in self.wiring.geometry.locals)
+
+    def _rows(self, done: Distributed, owner: int, index: int, source: int) -> int:
+        """Rows of a sequence feature of an owner's collection for a source; this rank is one of the two."""
+        local = self.wiring.geometry.locals[owner]
+        assert local is not None
+        stream = local.features[index].stream
+        if source == self.rank:
+            return int(done.sent[stream])
+        return int(done.received[source, self.wiring.geometry.streams_to[self.rank].index(stream)])
+
+    def sections(self, done: Distributed, owner: int, source: int) -> list[Section]:
+        """What travels between an owner of rows and a source of samples. What a rank pools for itself stays where it is."""
+        local = self.wiring.geometry.locals[owner]
+        if local is None:
+            return []
+        pooled = [Section(POOLED, done.samples[source], self.widths[owner])] if self._travels(owner, source) else []
+        return pooled + [
+            Section(index, self._rows(done, owner, index, source), [local.layout.features[index].dim])
+            for index in self.sequence_locals[owner]
+        ]
+
+    def _travels(self, owner: int, source: int) -> bool:
+        return bool(self.widths[owner]) and owner != source
+
+    def _trade(
+        self,
+        name: str,
+        wire: Wire,
+        out: list[dict[int, Tensor]],
+        shapes: list[list[Section]],
+        into: Tensor | None = None,
+    ) -> list[dict[int, Tensor]]:
+        """Sections of bytes to each rank; of each rank the sections that came, as bytes."""
+        sent = [sum(part.numel() for part in parts.values()) for parts in out]
+        sizes = [[rows * row_bytes(wire.format, widths) for _, rows, widths in shape] for shape in shapes]
+        flat = _joined([part for parts in out for part in parts.values()], self.wiring.device)
+        received = self.exchange.all_to_all(name, flat, sent, [sum(of_rank) for of_rank in sizes], into)
+        found = iter(received.split([size for of_rank in sizes for size in of_rank]))
+        return [{section.key: next(found) for section in shape} for shape in shapes]
+
+    # ---- Forward ------------------------------------------------------------------------------------------
+
+    def to_samples(self, done: Distributed, pooled: Tensor | None, sequence: Tensor | None) -> Arrived:
+        """An owner's results to the ranks of their samples."""
+        geometry, wire = self.wiring.geometry, self.forward_wire
+        world = geometry.world_size
+        local = geometry.locals[self.rank]
+        out: list[dict[int, Tensor]] = [{} for _ in range(world)]
+        own: Tensor | None = None
+        if local is not None:
+            if self.widths[self.rank]:
+                assert pooled is not None
+                begin = sum(done.samples[: self.rank])
+                own = pooled[begin : begin + done.samples[self.rank]].to(wire.dtype)
+                encoded = wire.encode(pooled[:, : local.direct_width], self.widths[self.rank])
+                row = row_bytes(wire.format, self.widths[self.rank])
+                for rank, part in enumerate(encoded.split([row * count for count in done.samples])):
+                    if rank != self.rank:
+                        out[rank][POOLED] = part
+            first = 0
+            for index in self.sequence_locals[self.rank]:
+                assert sequence is not None
+                width = local.layout.features[index].dim
+                counts = [self._rows(done, self.rank, index, rank) for rank in range(world)]
+                numbers = sequence[first : first + sum(counts) * width].view(-1, width)
+                first += sum(counts) * width
+                encoded = wire.encode(numbers, [width])
+                row = row_bytes(wire.format, [width])
+                for rank, part in enumerate(encoded.split([row * count for count in counts])):
+                    out[rank][index] = part
+        shapes = [self.sections(done, owner, self.rank) for owner in range(world)]
+        came = self._trade("vectors", wire, out, shapes)
+        partials = self._partials(came, shapes)
+        begins = self._begins(done)
+        if self._hierarchical_width:
+            assert local is not None and pooled is not None
+            nodes = self._nodes_to_samples(done, pooled[:, local.direct_width :])
+            partials = torch.cat([partials, nodes.view(-1)])
+        return Arrived(partials, begins, own, self._sequence_rows(came, shapes))
+
+    def _begins(self, done: Distributed) -> tuple[int, ...]:
+        """Where the block of each rank (and behind them of each node) begins among partial pools or their gradients;
+        the last: how many numbers there are. A rank's own block lies elsewhere."""
+        samples = done.samples[self.rank]
+        sizes = [samples * sum(widths) if rank != self.rank else 0 for rank, widths in enumerate(self.widths)]
+        if self._hierarchical_width:
+            sizes += [samples * self._hierarchical_width] * self.wiring.geometry.placement.nodes
+        return tuple(accumulate(sizes, initial=0))
+
+    def _partials(self, came: list[dict[int, Tensor]], shapes: list[list[Section]]) -> Tensor:
+        """The pooled sections side by side; no copy where bytes are numbers and nothing stands between them."""
+        wire = self.forward_wire
+        pooled = [
+            (parts[POOLED], section)
+            for parts, shape in zip(came, shapes, strict=True)
+            for section in shape
+            if section.key == POOLED
+        ]
+        if wire.format in PACKED:
+            numbers = [wire.decode(part, rows, widths).view(-1) for part, (_, rows, widths) in pooled]
+            return _joined(numbers, self.wiring.device, wire.dtype)
+        return _joined([part for part, _ in pooled], self.wiring.device).view(wire.dtype)
+
+    def _sequence_rows(self, came: list[dict[int, Tensor]], shapes: list[list[Section]]) -> list[Tensor]:
+        wire, found = self.forward_wire, []
+        for piece in self.wiring.geometry.sequence_pieces:
+            held = list(zip(piece.owners, piece.local_features, strict=True))
+            rows = sum(section.rows for owner, index in held for section in shapes[owner] if section.key == index)
+            parts = [came[owner][index] for owner, index in held]
+            found.append(wire.decode(_joined(parts, self.wiring.device), rows, [piece.width]))
+        return found
+
+    # ---- Backward -----------------------------------------------------------------------------------------
+
+    def room(self, done: Distributed) -> Room:
+        """Where gradients of partial pools are to be written."""
+        begins, wire = self._begins(done), self.backward_wire
+        partials = torch.empty(begins[-1], dtype=wire.dtype, device=self.wiring.device)
+        width = sum(self.widths[self.rank])
+        if not width:
+            return Room(partials, begins, None, None)
+        whole = torch.empty((done.total, width), dtype=wire.dtype, device=self.wiring.device)
+        begin = sum(done.samples[: self.rank])
+        return Room(partials, begins, whole[begin : begin + done.samples[self.rank]], whole)
+
+    def to_owners(
+        self, done: Distributed, room: Room, sequences: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of partial pools, as `room` holds them, and of the rows of every sequence piece to the owners.
+
+        Returns the gradients of this rank's own results: pooled, and sequence.
+        """
+        geometry, wire = self.wiring.geometry, self.backward_wire
+        world = geometry.world_size
+        out: list[dict[int, Tensor]] = [{} for _ in range(world)]
+        for owner in range(world):
+            if self._travels(owner, self.rank):
+                numbers = room.partials[room.begins[owner] : room.begins[owner + 1]]
+                out[owner][POOLED] = wire.encode(numbers.view(-1, sum(self.widths[owner])), self.widths[owner])
+            out[owner] |= dict.fromkeys(self.sequence_locals[owner], room.partials.new_empty(0, dtype=torch.uint8))
+        for piece, rows in zip(geometry.sequence_pieces, sequences, strict=True):
+            encoded = wire.encode(rows, [piece.width])
+            sizes = [int(done.sent[stream]) * row_bytes(wire.format, [piece.width]) for stream in piece.streams]
+            for owner, index, part in zip(piece.owners, piece.local_features, encoded.split(sizes), strict=True):
+                out[owner][index] = part
+        shapes = [self.sections(done, self.rank, source) for source in range(world)]
+        came = self._trade("gradients", wire, out, shapes, self._landing(done, room))
+        hierarchical = None
+        if self._hierarchical_width:
+            hierarchical = self._nodes_to_owners(done, room.partials[room.begins[world] :])
+        local = geometry.locals[self.rank]
+        if local is None:
+            return None, None
+        pooled = self._pooled_gradient(done, room, came)
+        if hierarchical is not None:
+            pooled = hierarchical if pooled is None else torch.cat([pooled, hierarchical.to(pooled.dtype)], dim=1)
+        sequence = []
+        for index in self.sequence_locals[self.rank]:
+            rows = sum(section.rows for shape in shapes for section in shape if section.key == index)
+            parts = _joined([parts[index] for parts in came], self.wiring.device)
+            sequence.append(wire.decode(parts, rows, [local.layout.features[index].dim]).view(-1))
+        if pooled is None:
+            pooled = torch.empty((done.total, 0), dtype=wire.dtype, device=self.wiring.device)
+        return pooled, _joined(sequence, self.wiring.device, wire.dtype) if sequence else None
+
+    def _landing(self, done: Distributed, room: Room) -> Tensor | None:
+        """Where gradients of other ranks may come in without a copy: beside this rank's own, if it is the first or last."""
+        if room.whole is None or self.sequence_locals[self.rank] or self.backward_wire.format in PACKED:
+            return None
+        own = done.samples[self.rank]
+        if self.rank == 0:
+            rest = room.whole[own:]
+        elif self.rank == self.wiring.geometry.world_size - 1:
+            rest = room.whole[: done.total - own]
+        else:
+            return None
+        return rest.reshape(-1).view(torch.uint8)
+
+    def _pooled_gradient(self, done: Distributed, room: Room, came: list[dict[int, Tensor]]) -> Tensor | None:
+        """This rank's own rows and those of the others, in the order of ranks."""
+        if room.whole is None or self._landing(done, room) is not None:
+            return room.whole
+        widths = self.widths[self.rank]
+        for rank, rows in enumerate(room.whole.split(list(done.samples))):
+            if rank != self.rank:
+                rows.copy_(self.backward_wire.decode(came[rank][POOLED], done.samples[rank], widths))
+        return room.whole
+
+    # ---- The hierarchical way -----------------------------------------------------------------------------
+
+    @cached_property
+    def _hierarchical_width(self) -> int:
+        local = self.wiring.geometry.locals[self.rank]
+        return local.hierarchical_width if local is not None else 0
+
+    @cached_property
+    def _hierarchical_widths(self) -> list[int]:
+        local = self.wiring.geometry.locals[self.rank]
+        assert local is not None
+        return [f.width for f in local.layout.features if f.column is not None and f.column >= local.direct_width]
+
+    def _nodes_to_samples(self, done: Distributed, partials: Tensor) -> Tensor:
+        """`[samples of all ranks, width]` of this rank's shard to `[nodes, own samples, width]`, sums over each node."""
+        placement, samples = self.wiring.geometry.placement, done.samples
+        size, nodes, width = placement.node_size, placement.nodes, self._hierarchical_width
+        node, place = divmod(self.rank, size)
+        blocks = partials.float().split(list(samples))
+        order = [blocks[b * size + k] for k in range(size) for b in range(nodes)]
+        rows = [sum(samples[b * size + k] for b in range(nodes)) for k in range(size)]
+        sizes = self._of_node(node, [row * width for row in rows])
+        mine = self._of_node(node, [rows[place] * width] * size)
+        received = self.exchange.all_to_all("node_vectors", torch.cat(order).view(-1), sizes, mine)
+        added = received.new_empty((rows[place], width))
+        self._add(received, size, added)
+        wire = self.forward_wire
+        row = row_bytes(wire.format, self._hierarchical_widths)
+        encoded = wire.encode(added, self._hierarchical_widths)
+        sent = self._of_rail(place, [samples[b * size + place] * row for b in range(nodes)])
+        came = self._of_rail(place, [samples[self.rank] * row] * nodes)
+        on_rails = self.exchange.all_to_all("rail_vectors", encoded, sent, came)
+        return wire.decode(on_rails, nodes * samples[self.rank], self._hierarchical_widths)
+
+    def _nodes_to_owners(self, done: Distributed, gradients: Tensor) -> Tensor:
+        """`[nodes, own samples, width]` to `[samples of all ranks, width]` for this rank's shard."""
+        placement, samples, wire = self.wiring.geometry.placement, done.samples, self.backward_wire
+        size, nodes, width = placement.node_size, placement.nodes, self._hierarchical_width
+        node, place = divmod(self.rank, size)
+        row = row_bytes(wire.format, self._hierarchical_widths)
+        encoded = wire.encode(gradients.view(-1, width), self._hierarchical_widths)
+        sent = self._of_rail(place, [samples[self.rank] * row] * nodes)
+        came = self._of_rail(place, [samples[b * size + place] * row for b in range(nodes)])
+        on_rails = self.exchange.all_to_all("rail_gradients", encoded, sent, came)
+        rows = [sum(samples[b * size + k] for b in range(nodes)) for k in range(size)]
+        for_node = wire.decode(on_rails, rows[place], self._hierarchical_widths).float().reshape(-1)
+        sizes = self._of_node(node, [rows[place] * width] * size)
+        mine = self._of_node(node, [count * width for count in rows])
+        received = self.exchange.all_to_all("node_gradients", for_node.repeat(size), sizes, mine)
+        order = [(b, k) for k in range(size) for b in range(nodes)]
+        blocks = dict(
+            zip(order, received.view(-1, width).split([samples[b * size + k] for b, k in order]), strict=True)
+        )
+        return torch.cat([blocks[b, k] for b in range(nodes) for k in range(size)])
+
+    def _of_node(self, node: int, sizes: Sequence[int]) -> list[int]:
+        size = self.wiring.geometry.placement.node_size
+        found = [0] * self.wiring.geometry.world_size
+        found[node * size : (node + 1) * size] = sizes
+        return found
+
+    def _of_rail(self, place: int, sizes: Sequence[int]) -> list[int]:
+        found = [0] * self.wiring.geometry.world_size
+        found[place :: self.wiring.geometry.placement.node_size] = sizes
+        return found
+
+    @cached_property
+    def _adding_plan(self) -> StagePlan:
+        return replace(self.plan, wire_dtype="fp32", gradient_dtype="fp32", output_dtype="fp32")
+
+    def _add(self, blocks: Tensor, count: int, to: Tensor) -> None:
+        """The sum of `count` blocks of rows, in order."""
+        rows, width = to.shape
+        assert PIECE_WORDS[:2] == ("column", "width") and PIECE_WORDS[5] == "sources"
+        pieces = torch.tensor([0, width, 0, 0, 0, count, 0], dtype=torch.int64).to(to.device)
+        assert SOURCE_WORDS == ("block_at", "row_width", "column", "length_row")
+        sources = torch.tensor([[i * rows * width, width, 0, -1] for i in range(count)], dtype=torch.int64).to(
+            to.device
+        )
+        plan = replace(self.plan, wire_dtype="fp32", gradient_dtype="fp32", output_dtype="fp32")
+        stages_of(plan, self.kernels).run(
+            "network_forward",
+            pieces=pieces,
+            sources=sources,
+            lengths=None,
+            divisors=None,
+            partials=blocks,
+            own_partials=None,
+            pooled=to,
+            winners=None,
+            num_pieces=1,
+            batch=rows,
+            output_width=width,
+            divisor_width=0,
+            winner_width=0,
+        )
+
+
+def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """One flat tensor; no copy if the parts lie side by side already."""
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return torch.empty(0, dtype=dtype, device=device)
+    first = parts[0]
+    at = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(parts)
+        at += part.nbytes
+    total = sum(part.numel() for part in parts)
+    return first.as_strided((total,), (1,))

@@ -21,22 +21,27 @@ STAGES_SCHEMA = 1
 
 FEATURE_WORDS = ("rows", "padding", "base", "divides", "divisor_column", "hotness", "weighted")
 """What `features` holds for each feature. `rows`: ids are smaller (-1: not checked). `padding`: an id that pooled bags
-leave out, or -1. `base` is added to every id. `divides`: DIVIDES of its pooling. `hotness`: most ids of a concat bag, 0:
+leave out, or -1. `base` is added to every id. `divides`: DIVIDES of its pooling. `hotness`: most ids of a concat
+bag, 0:
 any number. `weighted`: whether weights count in the divisor."""
 DIVIDES = {"mean": 1, "sqrtn": 2}
 
 BUCKETING_WORDS = ("feature", "shards", "block", "first", "sequence", "layer", "checks")
 """What `bucketings` holds for each bucketing. `block`: rows of a block, 0: modulo. `first`: where the streams of its
-shards begin in `shard_streams`. `sequence`: 1 if rows travel one by one. `layer`: its number among the bucketings of its
-feature, and so its row of `slots`. `checks`: 1 for the one that looks for mistakes and computes divisors. A bucketing of one
+shards begin in `shard_streams`. `sequence`: 1 if rows travel one by one. `layer`: its number among the bucketings of
+its
+feature, and so its row of `slots`. `checks`: 1 for the one that looks for mistakes and computes divisors. A
+bucketing of one
 shard sends all ids, padding too (and ids that are no rows, as -1), so that positions in a bag stay what they were."""
 
 STREAM_WORDS = ("header_at", "length_row", "weighted")
-"""What `streams` holds for each stream: where `header` wants its count; its row of `lengths` (-1: rows travel one by one);
+"""What `streams` holds for each stream: where `header` wants its count; its row of `lengths` (-1: rows travel one by
+one);
 whether weights travel with its ids."""
 
 PLACE_WORDS = ("ids_at", "lengths_at", "weights_at", "base")
-"""What `places` holds for each stream: positions in `words` (of 4 bytes); `base`: what a sequence's slot is counted from."""
+"""What `places` holds for each stream: positions in `words` (of 4 bytes); `base`: what a sequence's slot is counted
+from."""
 
 HEADER_WORDS = ("mistake", "feature", "sample", "position", "value", "batch", "flags", "call")
 """What a rank tells every other before anything else; the counts of the streams between them follow.
@@ -44,23 +49,27 @@ HEADER_WORDS = ("mistake", "feature", "sample", "position", "value", "batch", "f
 The first five are of the first mistake (0: none). `flags`: FLAGS. `call`: how many calls the rank has made."""
 MISTAKES = ("BAD_ID", "BAD_OFFSET", "LONG_CONCAT", "REFUSED")
 """Counted from 1. REFUSED: arguments that no kernel has seen."""
-FLAGS = {"trains": 1, "weight_gradient": 2, "joined": 4}
+FLAGS = {"trains": 1, "weight_gradient": 2, "joined": 4, "no_gradients": 8}
 
 SEGMENT_WORDS = ("ids_from", "count", "values_to", "lengths_from", "samples", "offsets_to", "weights_from")
 """What `segments` holds for each (feature of a rank's own collection, source): positions in the received words of ids,
 lengths (-1: a sequence, whose ids are dealt evenly to the samples) and weights (-1: none), and where they go."""
 
 PIECE_WORDS = ("column", "width", "action", "divisor_column", "first", "sources", "winner_column")
-"""What `pieces` holds for each run of columns of the pooled result. `action`: ACTIONS. `first`, `sources`: which entries of
+"""What `pieces` holds for each run of columns of the pooled result. `action`: ACTIONS. `first`, `sources`: which
+entries of
 `sources` hold its partial pools."""
 ACTIONS = {"sum": 0, "divide": 1, "max": 2}
 SOURCE_WORDS = ("block_at", "row_width", "column", "length_row", "own")
-"""What `sources` holds for each partial pool: where the block of its rank begins (in numbers), how wide the rows of the block
-are, its column there, its row of `lengths`, and whether the block lies in `own_partials`: what a rank has for itself is not
+"""What `sources` holds for each partial pool: where the block of its rank begins (in numbers), how wide the rows of
+the block
+are, its column there, its row of `lengths`, and whether the block lies in `own_partials`: what a rank has for itself
+is not
 copied to lie beside what came from others."""
 
 PART_WORDS = ("column", "width", "byte")
-"""What `parts` holds for each run of columns that shares a scale: where it lies in a row of numbers and of packed bytes."""
+"""What `parts` holds for each run of columns that shares a scale: where it lies in a row of numbers and of packed
+bytes."""
 PACKINGS = {"int8": 0, "fp8": 1}
 
 _POOL = (
@@ -111,7 +120,7 @@ STAGES: dict[str, tuple[Argument, ...]] = {
         *_GEOMETRY,
         *_BATCH,
         Argument("lengths", "const int32_t*", "as count left them"),
-        Argument("slots", "int32_t*", "as count left them; afterwards rows among all that the feature gets, -1: absent"),
+        Argument("slots", "int32_t*", "as count left them; then rows among all that the feature gets, -1: absent"),
         Argument("places", "const int64_t*", "per stream: " + ", ".join(PLACE_WORDS)),
         Argument("words", "int32_t*", "what is sent: ids, lengths and weights of every stream"),
         *_COUNTS,
@@ -131,7 +140,7 @@ STAGES: dict[str, tuple[Argument, ...]] = {
         Argument("partials", "const wire_t*", "partial pools of all sources"),
         Argument("own_partials", "const wire_t*", "those of this rank itself, or null"),
         Argument("pooled", "out_t*", "[batch, output_width] result"),
-        Argument("winners", "int32_t*", "[batch, winner_width] which partial pool of a max is the largest, -1: none; or null"),
+        Argument("winners", "int32_t*", "[batch, winner_width] which partial pool of a max won, -1: none; or null"),
         Argument("num_pieces", "int64_t", "pieces"),
         Argument("batch", "int64_t", "samples"),
         Argument("output_width", "int64_t", "columns of the result"),
@@ -176,7 +185,8 @@ STAGES: dict[str, tuple[Argument, ...]] = {
         *_POOL,
     ),
 }  # fmt: skip
-"""By stage, the arguments of its entry. On a GPU a stage may be several kernels: see `codegen/targets/cuda_stages.py`."""
+"""By stage, the arguments of its entry. On a GPU a stage may be several kernels: see
+`codegen/targets/cuda_stages.py`."""
 
 ABSENT = -(2**31)
 """A slot of an id that has no row."""

@@ -42,7 +42,8 @@ class Batch(NamedTuple):
 class CriteoLike:
     """Batches by number: the same seed and number give the same batch on every rank, whoever asks for it.
 
-    Labels are drawn from a hidden model: every number has a factor, every category an effect, and a few pairs of columns
+    Labels are drawn from a hidden model: every number has a factor, every category an effect, and a few pairs of
+    columns
     act together. Small columns and frequent values are learned first, as in real logs.
     """
 

@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 2 examples/train_dlrm.py --steps 200                    # two, on the CPU with gloo
     torchrun --nproc-per-node 8 examples/train_dlrm.py --device cuda --plan auto      # eight GPUs with NCCL
 
-Dense layers are replicas under DistributedDataParallel; each of the 26 tables lies where the plan puts it. `--batch-size` is
-of all ranks together, so the number of ranks changes how fast the model trains and nothing else: same seed, same curves but
+Dense layers are replicas under DistributedDataParallel; each of the 26 tables lies where the plan puts it.
+`--batch-size` is
+of all ranks together, so the number of ranks changes how fast the model trains and nothing else: same seed, same
+curves but
 for rounding. Writes `metrics.jsonl` and `curves.svg` into `--out`.
 """
 
@@ -47,7 +49,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dense-lr", type=float, default=2e-3, help="of the dense layers (Adam)")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--max-rows", type=int, default=50_000, help="larger tables are cut to so many rows")
-    parser.add_argument("--formats", default="", metavar="FORWARD[,BACKWARD]", help=f"on the wire: {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--formats", default="", metavar="FORWARD[,BACKWARD]", help=f"on the wire: {', '.join(FORMATS)}"
+    )
     parser.add_argument("--prefetch", action="store_true", help="exchange the next batch's ids while this one computes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -207,7 +211,9 @@ def run(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
         records.append(record)
         if trainer.rank == 0:
             speed = f"{record['samples_per_s']:10,.0f} samples/s" if last else ""
-            print(f"step {last:5d}  held out: loss {record['eval_loss']:.4f}  AUC {record['auc']:.4f}{speed}", flush=True)
+            print(
+                f"step {last:5d}  held out: loss {record['eval_loss']:.4f}  AUC {record['auc']:.4f}{speed}", flush=True
+            )
     if trainer.rank == 0:
         write(args, title, records)
     return records

@@ -18,8 +18,10 @@ HUGE_PAGE_BYTES = 2 << 20
 WORTH_ASKING_BYTES = 2 * HUGE_PAGE_BYTES
 SMALL = WORTH_ASKING_BYTES // 4
 """Elements of a result that is surely too small to think about."""
-KEPT_BYTES = 32 << 20
-"""Where the C library begins to give every freed block back to the system."""
+KEPT_BYTES = 4 << 20
+"""From here on blocks are kept: the C library gives freed ones back to the system (always from 32 MB on, below that
+whenever
+its heap ends with them), and fresh pages cost as much as the bytes that fill them."""
 MOST_KEPT_BYTES = 256 << 20
 """A block past this is not worth holding on to."""
 
@@ -41,7 +43,7 @@ def ask_for_huge_pages(block: Tensor) -> None:
 class Results:
     """Makes the result tensors of one kernel.
 
-    The C library gives a block of 32 MB or more back to the system when it is freed, and the next one is zeroed
+    The C library gives big blocks back to the system when they are freed, and the next one is zeroed
     page by page again, which takes longer than many lookups. So two such blocks are kept (a loop holds its last
     result while it makes the next) and used again once nobody holds what was in them: no tensor, view, array,
     storage or other process.

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.sharding.placement import Piece, Placement, Rows, TablePlacement
-from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, Pooling, TableSpec
 
 SEQUENCE_POOLINGS = ("none", "concat")
 """Features whose rows travel one by one; of all others one partial pool a bag and shard does."""
@@ -36,7 +36,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Bucketing:
-    """One way in which a feature's ids are spread: shard r of the rows to `streams[r]` (indices of `Geometry.streams`)."""
+    """One way in which a feature's ids are spread: shard r of the rows to `streams[r]` (indices of
+    `Geometry.streams`)."""
 
     feature: int
     streams: tuple[int, ...]
@@ -71,7 +72,8 @@ class Local:
 
 @dataclass(frozen=True)
 class PooledPiece:
-    """Columns of the pooled result: the partial pools of every row shard, and where they stand in their owner's rows."""
+    """Columns of the pooled result: the partial pools of every row shard, and where they stand in their owner's
+    rows."""
 
     feature: int
     column: int
@@ -284,11 +286,12 @@ def _local_feature(feature: FeatureSpec, placed: TablePlacement, number: int, sh
     """Sums and maxima of what a shard holds; division, weights of rows and places in a bag are the sender's work."""
     name = f"{feature.name}.{number}" if placed.columns_split else feature.name
     if feature.pooling in SEQUENCE_POOLINGS:
-        # The sender leaves padding out of bags that several ranks pool. Here its row is wanted, and must not be trained.
+        # The sender leaves padding out of bags that several ranks pool. Here its row is wanted, and must not be
+        # trained.
         rows = placed.rows(placed.pieces[number], shard)
         padding = None if feature.padding_idx is None else rows.local(feature.padding_idx)
         return FeatureSpec(name, table, "none", padding_idx=padding)
-    pooling = "max" if feature.pooling == "max" else "sum"
+    pooling: Pooling = "max" if feature.pooling == "max" else "sum"
     # A bag that one rank pools goes there as it is, so that its chunks of the canonical sum are what they were.
     padding = feature.padding_idx if len(placed.pieces[number].owners) == 1 else None
     return FeatureSpec(name, table, pooling, feature.weighted, feature.hotness, padding)

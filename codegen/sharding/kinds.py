@@ -46,7 +46,8 @@ class RowWise:
 
 @dataclass(frozen=True)
 class ColumnWise:
-    """Columns over ranks. `pieces`: how many pieces; None: one a rank, of four columns at least where there are so many.
+    """Columns over ranks. `pieces`: how many pieces; None: one a rank, of four columns at least where there are so
+    many.
     `ranks`: who holds them; None: spread so that all ranks hold about as many columns."""
 
     name: ClassVar[str] = "column_wise"
@@ -56,7 +57,8 @@ class ColumnWise:
 
 @dataclass(frozen=True)
 class Grid:
-    """Columns in pieces, the rows of each piece over a part of the ranks. None: a piece a node; two on a single node."""
+    """Columns in pieces, the rows of each piece over a part of the ranks. None: a piece a node; two on a single
+    node."""
 
     name: ClassVar[str] = "grid"
     pieces: int | None = None
@@ -172,7 +174,7 @@ class ShardPlan:
             kind = KINDS.get(str(entry.get("kind")))
             if kind is None or not set(values) <= {field.name for field in dataclass_fields(kind)}:
                 raise PlanError(f"shard plan: table {table!r}: {dict(entry)!r} is not a kind's data")
-            kinds[table] = kind(**values)
+            kinds[table] = kind(**values)  # type: ignore[arg-type]
         return cls(kinds)
 
     def digest(self) -> str:

@@ -88,7 +88,8 @@ class TablePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan on ranks. `node_size` ranks share a node: rank k is local rank `k % node_size` of node `k // node_size`."""
+    """A plan on ranks. `node_size` ranks share a node: rank k is local rank `k % node_size` of node `k //
+    node_size`."""
 
     spec: CollectionSpec
     world_size: int
@@ -158,7 +159,7 @@ def _pieces(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads
         ranks = kind.ranks or tuple(sorted(everyone, key=lambda r: (loads[r], r)))
         _known(table, kind, ranks, world_size)
         borders = _borders(table, kind, count)
-        return tuple(Piece(*borders[i : i + 2], (ranks[i % len(ranks)],)) for i in range(count))
+        return tuple(Piece(borders[i], borders[i + 1], (ranks[i % len(ranks)],)) for i in range(count))
     if isinstance(kind, Grid):
         nodes = world_size // node_size
         count = kind.pieces or min(nodes if nodes > 1 else 2, world_size, dim)
@@ -167,7 +168,7 @@ def _pieces(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads
         borders = _borders(table, kind, count)
         by_node = count == nodes > 1
         parts = [everyone[i * node_size : (i + 1) * node_size] if by_node else everyone[i::count] for i in range(count)]
-        return tuple(Piece(*borders[i : i + 2], parts[i]) for i in range(count))
+        return tuple(Piece(borders[i], borders[i + 1], parts[i]) for i in range(count))
     ranks = getattr(kind, "ranks", None) or everyone
     return (Piece(0, dim, _known(table, kind, ranks, world_size)),)
 
@@ -186,7 +187,7 @@ def _borders(table: TableSpec, kind: Kind, count: int) -> tuple[int, ...]:
     dim = table.embedding_dim
     if count > dim:
         raise PlanError(
-            f"shard plan: table {table.name!r}: {kind.name} of {count} pieces, but it has {dim} columns; at most so many"
+            f"shard plan: table {table.name!r}: {kind.name} of {count} pieces, but it has {dim} columns; give fewer"
         )
     unit = COLUMN_UNIT if dim % COLUMN_UNIT == 0 and dim // COLUMN_UNIT >= count else 1
     units = dim // unit

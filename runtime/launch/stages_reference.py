@@ -114,7 +114,8 @@ class ReferenceStages:
                 weights[to : to + count] = _get(words, segment["weights_from"], count, torch.float32)
 
     def _network_forward(self, pieces: Tensor, sources: Tensor, lengths: Tensor, divisors: Tensor, partials: Tensor,
-                         own_partials: Tensor | None, pooled: Tensor, winners: Tensor | None, num_pieces: int, batch: int, output_width: int,
+                         own_partials: Tensor | None, pooled: Tensor, winners: Tensor | None, num_pieces: int, batch:
+                         int, output_width: int,
                          divisor_width: int, winner_width: int) -> None:  # fmt: skip
         result = pooled.view(batch, output_width)
         for piece, own in _pieces_of(pieces, sources, num_pieces) if batch else ():
@@ -139,7 +140,8 @@ class ReferenceStages:
             result[:, columns] = total.to(result.dtype)
 
     def _network_backward(self, pieces: Tensor, sources: Tensor, lengths: Tensor, divisors: Tensor,
-                          grad_pooled: Tensor, winners: Tensor | None, partials: Tensor, own_partials: Tensor | None, factor: Tensor | None,
+                          grad_pooled: Tensor, winners: Tensor | None, partials: Tensor, own_partials: Tensor | None,
+                          factor: Tensor | None,
                           num_pieces: int, batch: int, output_width: int, divisor_width: int,
                           winner_width: int) -> None:  # fmt: skip
         for piece, own in _pieces_of(pieces, sources, num_pieces) if batch else ():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from embforge.codegen.errors import PlanError, RankError
@@ -21,7 +20,8 @@ from embforge.codegen.sharding.placement import Piece, TablePlacement, place
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.collection import BackendName, _backend, arch_of
-from embforge.inputs import BOUNDS_CHECKS, BoundsCheck, normalise
+from embforge.inputs import BoundsCheck, normalise
+from embforge.sharded.agreement import agree, wrong_argument
 from embforge.sharded.comm import Exchange, Ranks
 from embforge.sharded.distribute import Distributed, Distributor
 from embforge.sharded.formats import Formats, computed_in
@@ -41,15 +41,20 @@ from embforge.training.trainer import Trainer
 
 
 class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
-    """All lookups of a spec over ranks: one lookup kernel a rank, one exchange of ids and one of vectors for all tables.
+    """All lookups of a spec over ranks: one lookup kernel a rank, one exchange of ids and one of vectors for all
+    tables.
 
     Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call it,
-    and its backward, equally often. `plan`: a `ShardPlan`. `process_group`: a ProcessGroup, a DeviceMesh (two dimensions:
+    and its backward, equally often. `plan`: a `ShardPlan`. `process_group`: a ProcessGroup, a DeviceMesh (two
+    dimensions:
     nodes, ranks a node) or None: all ranks; the module makes groups of its own with these ranks. `optimizer`: one of
     `ef.optim`; gradients of all ranks are added (`average_gradients`: divided by the number of ranks, as
-    DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and every gradient back,
-    so that results and training equal the unsharded collection's bit by bit; "merge" sends equal ids once and adds up their
-    gradients before they travel. `formats`: number formats on the wire. `node_size`: ranks a node, if torchrun does not say.
+    DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and every
+    gradient back,
+    so that results and training equal the unsharded collection's bit by bit; "merge" sends equal ids once and adds
+    up their
+    gradients before they travel. `formats`: number formats on the wire. `node_size`: ranks a node, if torchrun does
+    not say.
     `timeout`: of the module's groups. All else is as in `EmbeddingCollection`.
     """
 
@@ -85,8 +90,12 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         self._ids = Exchange(self._ranks)
         self._wires = Exchange(self._ranks)
         self._calls = 0
-        wrong = _wrong_argument(spec, plan, optimizer, bounds_check, duplicates)
-        seed = self._agree(wrong, optimizer, accumulate, average_gradients, duplicates, _bases)
+        told = {
+            "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates,
+            "formats": asdict(self.formats), "bounds_check": bounds_check, "node_size": self._ranks.node_size,
+            "bases": [asdict(base) for base in _bases or ()],
+        }  # fmt: skip
+        seed = self._agree(optimizer, wrong_argument(spec, plan, optimizer, bounds_check, duplicates), told)
         self.geometry = Geometry(place(plan, spec, self._ranks.size, self._ranks.node_size))
         forward, backward = self._wire_formats()
         self._norms = needs_norms(self.geometry, optimizer.update)
@@ -165,12 +174,25 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
             batch: Any = normalise(self.spec, self._device, values, offsets, weights, lengths)
         except (TypeError, ValueError) as error:
             batch = error
-        trains = torch.is_grad_enabled() and self.training_rows()
-        flags = FLAGS["trains"] if trains else 0
+        done = self.distributor(batch, self._flags(batch), self._calls)
+        if done.wants("trains") and done.wants("no_gradients"):
+            mine = "on" if torch.is_grad_enabled() else "off"
+            raise RankError(
+                f"rank {self._ranks.rank} calls with gradients {mine}, another rank does not, so that one of them would wait "
+                "for a backward that never comes; call under torch.no_grad() on all ranks or on none"
+            )
+        return done
+
+    def _flags(self, batch: Any) -> int:
+        """What this rank wants of a call."""
+        if self._joined:  # whatever the others want
+            return FLAGS["joined"]
+        if not torch.is_grad_enabled():
+            return FLAGS["no_gradients"]
         given = None if isinstance(batch, Exception) else batch.weights
-        if torch.is_grad_enabled() and given is not None and given.requires_grad:
-            flags |= FLAGS["weight_gradient"] | FLAGS["trains"]
-        return self.distributor(batch, flags | self.join_flag(), self._calls)
+        if given is not None and given.requires_grad:
+            return FLAGS["weight_gradient"] | FLAGS["trains"]
+        return FLAGS["trains"] if self.training_rows() else 0
 
     def forward(
         self,
@@ -186,7 +208,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
             raise ValueError(
                 f"feature {names} has pooling 'none' and no column in a [B, D] result; call forward_dict()"
             )
-        return self._lookup(self._distributed(values, offsets, weights, lengths))[0]
+        return self._call(values, offsets, weights, lengths)[0]
 
     def forward_dict(
         self,
@@ -197,7 +219,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         lengths: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
-        pooled, *sequences = self._lookup(self._distributed(values, offsets, weights, lengths))
+        pooled, *sequences = self._call(values, offsets, weights, lengths)
         rows = iter(sequences)
         return {
             placed.feature.name: next(rows)
@@ -206,9 +228,15 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
             for placed in self.geometry.layout.features
         }
 
-    def _distributed(self, values: Any, offsets: Any, weights: Any, lengths: Any) -> Distributed:
+    def _call(self, *given: Any) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling():  # sizes of exchanges depend on ids: no part of a graph
+            found: tuple[Tensor, ...] = torch.compiler.disable(self._call_eagerly)(*given)
+            return found
+        return self._call_eagerly(*given)
+
+    def _call_eagerly(self, values: Any, offsets: Any, weights: Any, lengths: Any) -> tuple[Tensor, ...]:
         self.notify_join()
-        return self.distribute(values, offsets, weights, lengths=lengths)
+        return self._lookup(self.distribute(values, offsets, weights, lengths=lengths))
 
     def _lookup(self, done: Distributed) -> tuple[Tensor, ...]:
         self._trainer.note_forward()
@@ -225,7 +253,8 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
     # ---- Rows ---------------------------------------------------------------------------------------------
 
     def weight(self, table: str) -> Tensor:
-        """The live rows of a table that this rank holds: `[rows, columns]` of its shard (the whole, if it is replicated).
+        """The live rows of a table that this rank holds: `[rows, columns]` of its shard (the whole, if it is
+        replicated).
 
         Of a table of which it holds several pieces of columns or none: see `shards`.
         """
@@ -306,8 +335,8 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         return whole
 
     def _table(self, name: str) -> StaticTable:
-        for module in (getattr(self, "local", None), getattr(self, "replicated", None)):
-            if module is not None and name in module._tables():
+        for module in self._modules_trained():
+            if name in module._tables():
                 found: StaticTable = module._tables()[name]
                 return found
         raise PlanError(f"table {name!r}: this rank holds nothing of it")
@@ -389,6 +418,11 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         """Trains these tables again (all, if none is named)."""
         self._set_trainable(tables, True)
 
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedEmbeddingCollection:
+        """Freezes or unfreezes all tables. A model's own `requires_grad_` finds parameters only, no sharded tables."""
+        self._set_trainable((), requires_grad)
+        return self
+
     def training_rows(self) -> bool:
         """Whether any table is trained."""
         return any(table.trainable for module in self._modules_trained() for table in module._tables().values()) or (
@@ -421,9 +455,12 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
                 self._table(held).set_trainable(wanted)
 
     def _modules_trained(self) -> list[Any]:
-        return [
-            module for module in (getattr(self, "local", None), getattr(self, "replicated", None)) if module is not None
-        ]
+        return list(self._parts_trained().values())
+
+    def _parts_trained(self) -> dict[str, Any]:
+        """The collections that hold rows here, by what a state dict puts before their counters."""
+        found = {} if self.owner is None else {"": self.owner.module}
+        return found if self.replicas is None else {**found, "replicated.": self.replicas.module}
 
     def _all_numbers(self) -> list[Any]:
         return [module._trainer.numbers for module in self._modules_trained()] or [self._trainer.numbers]
@@ -447,56 +484,19 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         forward = self.formats.forward or (self.spec.output_dtype if whole else "fp32")
         return forward, self.formats.backward or "fp32"
 
-    def _agree(self, optimizer: Any, accumulate: bool, average: bool, duplicates: str) -> int:
+    def _agree(self, optimizer: Any, wrong: Exception | None, options: dict[str, Any]) -> int:
         """Raises where ranks differ in what must be the same; returns the seed of rank 0."""
-        facts = {
-            "spec": _digest(self.spec.to_dict()),
-            "plan": self.plan.digest(),
-            "optimizer": _digest(optimizer.update.to_dict()),
-            "accumulate": accumulate,
-            "average_gradients": average,
-            "duplicates": duplicates,
-            "formats": repr(self.formats),
-            "bounds_check": self._bounds_check,
-            "node_size": self._ranks.node_size,
-        }
-        found = self._ranks.agree({**facts, "seed": drawn_seed()}, self._ids.group)
-        for name, value in facts.items():
-            others = [rank for rank, told in enumerate(found) if told[name] != value]
-            if others:
-                raise RankError(
-                    f"{name}: rank {self._ranks.rank} has {value}, rank {others[0]} has {found[others[0]][name]}"
-                    f"{' (digests)' if name in ('spec', 'plan', 'optimizer') else ''}; every rank must make the module "
-                    f"with the same {name}"
-                )
-        seed: int = found[0]["seed"]
-        return seed
-
-
-def _check_arguments(spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str) -> None:
-    if not isinstance(spec, CollectionSpec):
-        raise TypeError(f"spec: got {type(spec).__name__}; allowed: CollectionSpec, see CollectionSpec.from_toml(path)")
-    if not isinstance(plan, ShardPlan):
-        raise TypeError(f"plan: got {type(plan).__name__}; allowed: a ShardPlan, as ShardPlan.row_wise(spec)")
-    if optimizer is None:
-        raise ValueError(
-            "optimizer=None: sharded tables are trained by a fused optimizer only, because no parameter of torch's could "
-            "hold a part of a table; give one of ef.optim, as ef.optim.SGD(lr=0.1) (freeze() keeps rows as they are)"
-        )
-    if bounds_check not in BOUNDS_CHECKS:
-        raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
-    if duplicates not in ("keep", "merge"):
-        raise ValueError(f"duplicates={duplicates!r} is not known; allowed: keep, merge")
+        facts: dict[str, Any] = {}
+        if wrong is None:
+            rule = {"update": optimizer.update.to_dict(), "lr": float(optimizer.lr), "hyper": optimizer.hyper_values}
+            facts = {"spec": self.spec.to_dict(), "plan": self.plan.to_dict(), "optimizer": rule, **options}
+        return agree(self._ids, facts, wrong, drawn_seed())
 
 
 def _held_names(placed: TablePlacement, rank: int) -> list[str]:
     if placed.replicated:
         return [placed.table.name]
     return [piece_name(placed, number) for number, piece in enumerate(placed.pieces) if rank in piece.owners]
-
-
-def _digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _torch_name(dtype: str) -> str:

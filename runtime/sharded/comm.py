@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embforge.codegen.errors import RankError
+from embforge.sharded.buffers import Buffers
 
 
 class Ranks:
@@ -85,6 +86,7 @@ class Exchange:
         self.ranks = ranks
         self.group = ranks.new_group()
         self.counters: dict[str, int] = {}
+        self.buffers = Buffers()
 
     def all_to_all(
         self,
@@ -102,7 +104,9 @@ class Exchange:
         self.count(name, (sum(send_sizes) - send_sizes[own]) * sent.element_size())
         if self.ranks.size == 1:
             return sent if into is None else into.copy_(sent)
-        received = sent.new_empty(sum(receive_sizes)) if into is None else into
+        received = into
+        if received is None:
+            received = self.buffers.empty(name, (sum(receive_sizes),), sent.dtype, sent.device)
         self.call(
             name,
             dist.all_to_all_single,

@@ -17,10 +17,12 @@ BAGS = 4096
 
 
 class All2AllDenseEmbedding(nn.Module):
-    """`[...] ids -> [..., dim]`: an all-to-all of ids, a local gather, an all-to-all of rows; backward one of gradients.
+    """`[...] ids -> [..., dim]`: an all-to-all of ids, a local gather, an all-to-all of rows; backward one of
+    gradients.
 
     Rank `id % ranks` holds row `id`. An id that occurs several times on a rank is sent once, its row comes once and its
-    gradients go back added up; `duplicates="keep"` sends all of them, which makes training equal to one rank's bit by bit.
+    gradients go back added up; `duplicates="keep"` sends all of them, which makes training equal to one rank's bit
+    by bit.
     Other keywords: as `ShardedEmbeddingCollection`.
     """
 

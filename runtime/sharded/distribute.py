@@ -261,8 +261,8 @@ class Distributor:
                 self._raise_mistake(rank, words, own)
         if (calls != calls[0]).any():
             raise RankError(
-                f"ranks are out of step: rank {int(calls.argmin())} makes call {calls.min()}, rank {int(calls.argmax())} "
-                f"call {calls.max()}; every rank must call the module equally often, or use torch's Join"
+                f"ranks are out of step: rank {calls.argmin()} makes call {calls.min()}, rank {calls.argmax()} call "
+                f"{calls.max()}; every rank must call the module equally often, or use torch's Join"
             )
 
     def _raise_mistake(self, rank: int, words: list[int], own: Batch) -> None:
@@ -286,7 +286,7 @@ class Distributor:
         kind = MISTAKES[words[_MISTAKE] - 1]
         said = "a concat bag is too long" if kind == "LONG_CONCAT" else "offsets cannot be"
         raise ValueError(
-            f"{where}feature {feature.name!r}, sample {words[_SAMPLE]}: {said} ({words[_VALUE]} at {words[_POSITION]}); "
+            f"{where}feature {feature.name!r}, sample {words[_SAMPLE]}: {said} ({words[_VALUE]}, {words[_POSITION]}); "
             "its own output says more"
         )
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
+from embforge.codegen.dtypes import OutputDtype
 from embforge.codegen.sharding.geometry import Local
 
 Format = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 FORMATS: tuple[str, ...] = get_args(Format)
 PACKED = ("fp8", "int8")
-"""A byte a number, and of every row of a feature an fp32 scale: its largest magnitude is the format's largest number."""
+"""A byte a number, and of every row of a feature an fp32 scale: its largest magnitude is the format's largest
+number."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SCALE_BYTES = 4
 
@@ -32,9 +34,9 @@ class Formats:
                 raise ValueError(f"formats: {name}={value!r} is not known; allowed: {', '.join(FORMATS)}, or None")
 
 
-def computed_in(wire: str) -> str:
+def computed_in(wire: str) -> OutputDtype:
     """What kernels read and write of a format on the wire: packed bytes are fp32 before and after."""
-    return "fp32" if wire in PACKED else wire
+    return "fp32" if wire in PACKED else cast(OutputDtype, wire)
 
 
 def packed_bytes(width: int) -> int:

@@ -59,7 +59,8 @@ def run_backward(
     grad_sequences: tuple[Tensor | None, ...],
     saved: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor | None]:
-    """Updates rows everywhere. The verdict (infinite: gradients were not finite, nothing was updated), and the gradient of
+    """Updates rows everywhere. The verdict (infinite: gradients were not finite, nothing was updated), and the
+    gradient of
     the given weights, if any rank wants that."""
     grad = grad.contiguous()
     given = dict(zip(module.sequence_features, grad_sequences, strict=True))

@@ -1,7 +1,9 @@
 """The samples' side: partial pools and rows that came from owners to results, and gradients of results back to them.
 
-Pooled columns are made by the stage kernels. Rows of sequence features lie in a table that came by the exchange; turning
-them into results is a lookup in it, and adding up the gradients of equal ids is that lookup's reduction: both by the kernels
+Pooled columns are made by the stage kernels. Rows of sequence features lie in a table that came by the exchange;
+turning
+them into results is a lookup in it, and adding up the gradients of equal ids is that lookup's reduction: both by the
+kernels
 that every collection has, for a spec of such tables.
 """
 
@@ -28,6 +30,7 @@ from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of, update_metadata_of
 from embforge.launch.stages import stages_of
+from embforge.sharded.buffers import Buffers
 from embforge.sharded.distribute import Distributed
 from embforge.sharded.vectors import Arrived, Room
 from embforge.sharded.wiring import Wiring
@@ -58,6 +61,7 @@ class Network:
     backend: str
     arch: str
     kernels: str | None = None
+    buffers: Buffers = field(default_factory=Buffers, compare=False, repr=False)
     _placed: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """A cache: where blocks begin decides what kernels are told of them."""
 
@@ -70,7 +74,7 @@ class Network:
         partials, own = arrived.partials, arrived.own
         layout, size = self.geometry.layout, done.given.batch
         dtype = getattr(torch, DTYPES[self.geometry.spec.output_dtype].torch_name)
-        pooled = partials.new_empty((size, layout.output_width), dtype=dtype)
+        pooled = self.buffers.empty("pooled", (size, layout.output_width), dtype, self.wiring.device)
         pieces = self.wiring.pieces[0]
         winners = None
         if self.wiring.winner_width and keep:
@@ -79,7 +83,7 @@ class Network:
             stages_of(self.plan, self.kernels).run(
                 "network_forward",
                 pieces=pieces,
-                sources=self._sources(arrived.begins, None if own is None else own.shape[1]),
+                sources=self._sources(self.wiring.pieces, arrived.begins, None if own is None else own.shape[1]),
                 lengths=done.lengths,
                 divisors=done.divisors,
                 partials=partials,
@@ -98,12 +102,14 @@ class Network:
         self, done: Distributed, grad: Tensor, winners: Tensor | None, room: Room, factor: Tensor | None
     ) -> None:
         """Gradients of all partial pools, to where there is room for them."""
-        pieces = self.wiring.pieces[0]
+        pieces = self.wiring.gradient_pieces[0]
         if len(pieces):
             stages_of(self.plan, self.kernels).run(
                 "network_backward",
                 pieces=pieces,
-                sources=self._sources(room.begins, None if room.own is None else room.own.shape[1]),
+                sources=self._sources(
+                    self.wiring.gradient_pieces, room.begins, None if room.own is None else room.own.shape[1]
+                ),
                 lengths=done.lengths,
                 divisors=done.divisors,
                 grad_pooled=grad,
@@ -118,12 +124,12 @@ class Network:
                 winner_width=self.wiring.winner_width,
             )
 
-    def _sources(self, begins: tuple[int, ...], own_width: int | None) -> Tensor:
+    def _sources(self, pieces: tuple[Tensor, Any, Any], begins: tuple[int, ...], own_width: int | None) -> Tensor:
         """Partial pools with the places that their blocks have in this batch; usually those of the last one."""
-        key = (begins, own_width)
+        key = (id(pieces[2]), begins, own_width)
         found = self._placed.get(key)
         if found is None:
-            _, owners, sources = self.wiring.pieces
+            _, owners, sources = pieces
             placed = sources.copy()
             if len(owners):
                 placed[:, 0] = np.array(begins)[owners]

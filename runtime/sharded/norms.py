@@ -16,7 +16,7 @@ from torch import Tensor
 
 from embforge.codegen.errors import RuleError
 from embforge.codegen.rules.language import program_of
-from embforge.codegen.rules.program import Reduction
+from embforge.codegen.rules.program import Kind, Reduction
 from embforge.codegen.rules.rule import Rule, State, Update
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.launch.reference import ieee_sqrt
@@ -90,7 +90,8 @@ def _spelled(text: str) -> str:
 
 
 class _Shared(Evaluation):
-    """A rule as far as its last reduction, which others complete: a generator of partial sums that is sent whole ones."""
+    """A rule as far as its last reduction, which others complete: a generator of partial sums that is sent whole
+    ones."""
 
     def partial_sums(self, whole_width: int) -> Generator[Tensor, Tensor, list[Tensor]]:
         found: list[Tensor] = []
@@ -100,7 +101,7 @@ class _Shared(Evaluation):
             if not isinstance(step, Reduction):
                 self.define(step)
                 continue
-            x = self.tensor(self.value(step.value)).expand(self.shapes[2])
+            x = self.tensor(self.value(step.value)).expand(self.shapes[Kind.ELEMENT])
             total = yield row_sum(x * x if step.fold == "norm" else x)
             if step.fold == "mean":
                 total = total / torch.full((1,), float(whole_width), dtype=total.dtype, device=total.device)
@@ -225,7 +226,7 @@ def _held(geometry: Geometry, rank: int) -> list[_Held]:
                 continue
             if len({len(other.owners) for other in placed.pieces}) > 1:
                 raise RuleError(
-                    f"table {placed.table.name!r}: pieces of its columns are spread over different numbers of ranks, which "
+                    f"table {placed.table.name!r}: pieces of its columns lie on different numbers of ranks, which "
                     "a rule that reduces rows does not allow; choose a number of pieces that divides that of the ranks"
                 )
             shard = piece.owners.index(rank)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from embforge.arguments import sequence_elements
+from embforge.codegen.dtypes import OutputDtype
 from embforge.codegen.sharding.geometry import Local
 from embforge.codegen.training import training_plans
 from embforge.collection import EmbeddingCollection, arch_of
@@ -19,9 +20,10 @@ from embforge.training.calls import Kept, Programs, run_forward, run_reduce, run
 
 
 class Owner:
-    """One rank's own collection. `forward`, `backward`: dtypes in which its results and their gradients are computed."""
+    """One rank's own collection. `forward`, `backward`: dtypes in which its results and their gradients are
+    computed."""
 
-    def __init__(self, local: Local, forward: str, backward: str, **options: Any) -> None:
+    def __init__(self, local: Local, forward: OutputDtype, backward: OutputDtype, **options: Any) -> None:
         self.local = local
         self.module = EmbeddingCollection(replace(local.spec, output_dtype=forward), **options)
         self._backward_dtype = backward

@@ -14,9 +14,12 @@ from embforge.sharded.distribute import Distributed
 class PrefetchedBatches:
     """Iterates over batches: `for item, done in PrefetchedBatches(module, batches): module(done)`.
 
-    `arguments` takes an item to what the module is called with: a tuple of positional arguments (the item itself, if it is
-    not given) or anything that is `values` alone. Ids of the next batch are exchanged in a thread, through a group of its
-    own and on a GPU on a stream of its own, while the caller works on this one. Every rank must go through as many batches;
+    `arguments` takes an item to what the module is called with: a tuple of positional arguments (the item itself, if
+    it is
+    not given) or anything that is `values` alone. Ids of the next batch are exchanged in a thread, through a group
+    of its
+    own and on a GPU on a stream of its own, while the caller works on this one. Every rank must go through as many
+    batches;
     an error in a batch is raised where the batch would have come, on all ranks.
     """
 
@@ -25,6 +28,11 @@ class PrefetchedBatches:
         self._device: torch.device = module._device
 
     def __iter__(self) -> Iterator[tuple[Any, Distributed]]:
+        if self.module._join_config.enable:
+            raise ValueError(
+                "PrefetchedBatches inside of Join: ids of a batch would be exchanged before the rank has told that it has "
+                "one; call the module with the batches themselves"
+            )
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with ThreadPoolExecutor(1, thread_name_prefix="embforge-ids") as pool:
             waiting: tuple[Any, Future[Any]] | None = None

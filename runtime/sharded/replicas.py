@@ -1,4 +1,5 @@
-"""Replicated tables: every rank looks up its own samples in its own copy; gradients of all are added by one all-reduce."""
+"""Replicated tables: every rank looks up its own samples in its own copy; gradients of all are added by one
+all-reduce."""
 
 from __future__ import annotations
 

@@ -24,8 +24,10 @@ POOLINGS = ("sum", "mean", "sqrtn")
 class DistributedSparseEmbedding(ShardedEmbeddingCollection):
     """Sums and means of bags over tables of any number of ranks: rank `key % ranks` holds the row of a key.
 
-    Tables of equal width and dtype are rows of one, one behind the other; a key is a row there, which the module works out
-    from a feature and its id. Forward each rank adds up the rows it owns and a reduce-scatter the partial sums; backward an
+    Tables of equal width and dtype are rows of one, one behind the other; a key is a row there, which the module
+    works out
+    from a feature and its id. Forward each rank adds up the rows it owns and a reduce-scatter the partial sums;
+    backward an
     all-gather brings the gradients of all samples. Arguments: as `ShardedEmbeddingCollection`, without a plan.
     """
 

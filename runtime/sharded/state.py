@@ -1,8 +1,8 @@
 """What a rank's state dict holds of a sharded collection: its own shards, without the rows that only pad them.
 
-    tables.<table>.weight            tables.<table>.optim.<state>             of a table of which the rank holds one shard
-    tables.<table>.<piece>.weight    tables.<table>.<piece>.optim.<state>     of one with several pieces of columns there
-    optim.step, optim.seed           replicated.optim.step, replicated.optim.seed
+tables.<table>.weight            tables.<table>.optim.<state>             of a table of which the rank holds one shard
+tables.<table>.<piece>.weight    tables.<table>.<piece>.optim.<state>     of one with several pieces of columns there
+optim.step, optim.seed           replicated.optim.step, replicated.optim.seed
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SHARD = "embforge_shard"
 
 
 class HeldShards(nn.Module):
-    """A module whose tables are neither parameters nor buffers nor modules: nobody may broadcast, average or split them."""
+    """A module whose tables are neither parameters nor buffers nor modules: nobody may broadcast, average or split
+    them."""
 
     geometry: Geometry
     plan: Any
@@ -41,7 +42,8 @@ class HeldShards(nn.Module):
         raise NotImplementedError
 
     def held_tables(self) -> Iterator[tuple[str, StaticTable, int]]:
-        """What this rank holds: the name in the state dict, the storage, and how many of its rows are rows of the table."""
+        """What this rank holds: the name in the state dict, the storage, and how many of its rows are rows of the
+        table."""
         rank = self._ranks.rank
         for placed in self.geometry.placement.tables:
             key = f"tables.{placed.table.name}"
@@ -108,7 +110,9 @@ class HeldShards(nn.Module):
             if given is None:
                 missing_keys.append(prefix + key)
             elif key in counters and (problem := _wrong_counter(given, target)):
-                wrong.append(f"{prefix}{key}: {problem} is not allowed; allowed: a tensor of one whole number, at least 0")
+                wrong.append(
+                    f"{prefix}{key}: {problem} is not allowed; allowed: a tensor of one whole number, at least 0"
+                )
             elif not isinstance(given, Tensor) or given.shape != target.shape:
                 what = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
                 wrong.append(f"{prefix}{key}: {what} does not fit this rank's shard of shape {tuple(target.shape)}")

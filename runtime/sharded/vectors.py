@@ -1,7 +1,9 @@
 """Vectors between ranks: results from the owners of rows to the ranks of the samples, gradients back.
 
-A block from rank to rank is sections of rows: the pooled columns that take the direct way, then the rows of each sequence
-feature. All tables' blocks go in one all-to-all. Hierarchical columns take two more: to the node's rank that has the local
+A block from rank to rank is sections of rows: the pooled columns that take the direct way, then the rows of each
+sequence
+feature. All tables' blocks go in one all-to-all. Hierarchical columns take two more: to the node's rank that has the
+local
 rank of the sample's, which adds them up, and from there on the rail of that local rank to the sample's node.
 """
 
@@ -152,7 +154,8 @@ class Vectors:
         return int(done.received[source, self.wiring.geometry.streams_to[self.rank].index(stream)])
 
     def sections(self, done: Distributed, owner: int, source: int) -> list[Section]:
-        """What travels between an owner of rows and a source of samples. What a rank pools for itself stays where it is."""
+        """What travels between an owner of rows and a source of samples. What a rank pools for itself stays where it
+        is."""
         local = self.wiring.geometry.locals[owner]
         if local is None:
             return []
@@ -258,11 +261,13 @@ class Vectors:
     def room(self, done: Distributed) -> Room:
         """Where gradients of partial pools are to be written."""
         begins, wire = self._begins(done), self.backward_wire
-        partials = torch.empty(begins[-1], dtype=wire.dtype, device=self.wiring.device)
+        size = 0 if self.wiring.alike else begins[-1]
+        empty = self.exchange.buffers.empty
+        partials = empty("partials", (size,), wire.dtype, self.wiring.device)
         width = sum(self.widths[self.rank])
         if not width:
             return Room(partials, begins, None, None)
-        whole = torch.empty((done.total, width), dtype=wire.dtype, device=self.wiring.device)
+        whole = empty("whole", (done.total, width), wire.dtype, self.wiring.device)
         begin = sum(done.samples[: self.rank])
         return Room(partials, begins, whole[begin : begin + done.samples[self.rank]], whole)
 
@@ -276,8 +281,13 @@ class Vectors:
         geometry, wire = self.wiring.geometry, self.backward_wire
         world = geometry.world_size
         out: list[dict[int, Tensor]] = [{} for _ in range(world)]
+        same: Tensor | None = None
+        if self.wiring.alike and room.own is not None and world > 1:
+            same = wire.encode(room.own, self.widths[self.rank])
         for owner in range(world):
-            if self._travels(owner, self.rank):
+            if same is not None and self._travels(owner, self.rank):
+                out[owner][POOLED] = same
+            elif self._travels(owner, self.rank):
                 numbers = room.partials[room.begins[owner] : room.begins[owner + 1]]
                 out[owner][POOLED] = wire.encode(numbers.view(-1, sum(self.widths[owner])), self.widths[owner])
             out[owner] |= dict.fromkeys(self.sequence_locals[owner], room.partials.new_empty(0, dtype=torch.uint8))
@@ -299,15 +309,16 @@ class Vectors:
             pooled = hierarchical if pooled is None else torch.cat([pooled, hierarchical.to(pooled.dtype)], dim=1)
         sequence = []
         for index in self.sequence_locals[self.rank]:
-            rows = sum(section.rows for shape in shapes for section in shape if section.key == index)
+            count = sum(section.rows for shape in shapes for section in shape if section.key == index)
             parts = _joined([parts[index] for parts in came], self.wiring.device)
-            sequence.append(wire.decode(parts, rows, [local.layout.features[index].dim]).view(-1))
+            sequence.append(wire.decode(parts, count, [local.layout.features[index].dim]).view(-1))
         if pooled is None:
             pooled = torch.empty((done.total, 0), dtype=wire.dtype, device=self.wiring.device)
         return pooled, _joined(sequence, self.wiring.device, wire.dtype) if sequence else None
 
     def _landing(self, done: Distributed, room: Room) -> Tensor | None:
-        """Where gradients of other ranks may come in without a copy: beside this rank's own, if it is the first or last."""
+        """Where gradients of other ranks may come in without a copy: beside this rank's own, if it is the first or
+        last."""
         if room.whole is None or self.sequence_locals[self.rank] or self.backward_wire.format in PACKED:
             return None
         own = done.samples[self.rank]
@@ -343,7 +354,8 @@ class Vectors:
         return [f.width for f in local.layout.features if f.column is not None and f.column >= local.direct_width]
 
     def _nodes_to_samples(self, done: Distributed, partials: Tensor) -> Tensor:
-        """`[samples of all ranks, width]` of this rank's shard to `[nodes, own samples, width]`, sums over each node."""
+        """`[samples of all ranks, width]` of this rank's shard to `[nodes, own samples, width]`, sums over each
+        node."""
         placement, samples = self.wiring.geometry.placement, done.samples
         size, nodes, width = placement.node_size, placement.nodes, self._hierarchical_width
         node, place = divmod(self.rank, size)
@@ -404,12 +416,10 @@ class Vectors:
         rows, width = to.shape
         assert PIECE_WORDS[:2] == ("column", "width") and PIECE_WORDS[5] == "sources"
         pieces = torch.tensor([0, width, 0, 0, 0, count, 0], dtype=torch.int64).to(to.device)
-        assert SOURCE_WORDS == ("block_at", "row_width", "column", "length_row")
-        sources = torch.tensor([[i * rows * width, width, 0, -1] for i in range(count)], dtype=torch.int64).to(
-            to.device
-        )
-        plan = replace(self.plan, wire_dtype="fp32", gradient_dtype="fp32", output_dtype="fp32")
-        stages_of(plan, self.kernels).run(
+        assert SOURCE_WORDS == ("block_at", "row_width", "column", "length_row", "own")
+        placed = [[number * rows * width, width, 0, -1, 0] for number in range(count)]
+        sources = torch.tensor(placed, dtype=torch.int64).to(to.device)
+        stages_of(self._adding_plan, self.kernels).run(
             "network_forward",
             pieces=pieces,
             sources=sources,

@@ -115,6 +115,6 @@ def _correct(
     lengths = given.offsets[feature * size : (feature + 1) * size + 1].diff()
     of_ids = share.repeat_interleave(lengths)
     begin, end = done.borders[feature], done.borders[feature + 1]
-    if squared:
+    if squared and given.weights is not None:
         of_ids = of_ids * given.weights[begin:end].detach()
     found[begin:end] -= torch.where(present, of_ids, 0.0)

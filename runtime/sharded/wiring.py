@@ -199,7 +199,8 @@ class Wiring:
 
     @cached_property
     def own_streams(self) -> tuple[Numbers, Any, Any]:
-        """Of each feature of this rank's own collection: its stream among those that come here; whether it is pooled, and
+        """Of each feature of this rank's own collection: its stream among those that come here; whether it is
+        pooled, and
         weighted, `[features, 1]` each."""
         local = self.geometry.locals[self.rank]
         features = () if local is None else local.features
@@ -253,6 +254,31 @@ class Wiring:
         shaped = np.array(sources, dtype=np.int64).reshape(-1, len(SOURCE_WORDS))
         return self._tensor(rows, PIECE_WORDS), np.array(owners, dtype=np.int64), shaped
 
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all ranks get the very same gradients: each holds a shard of the rows of all that is pooled, and no
+        maximum has its winner on one of them."""
+        everyone = tuple(range(self.geometry.world_size))
+        return not self.added_on_the_way and all(
+            piece.owners == everyone
+            and not piece.hierarchical
+            and len(set(piece.owner_columns)) == 1
+            and self.geometry.spec.features[piece.feature].pooling != "max"
+            for piece in self.geometry.pooled_pieces
+        )
+
+    @cached_property
+    def gradient_pieces(self) -> tuple[Tensor, Numbers, Numbers]:
+        """As `pieces`, for gradients: where all ranks get the same, only this rank's own."""
+        pieces, owners, sources = self.pieces
+        if not self.alike or not len(owners):
+            return self.pieces
+        own = pieces.clone()
+        own[:, PIECE_WORDS.index("first")] = torch.arange(len(own), device=self.device)
+        own[:, PIECE_WORDS.index("sources")] = 1
+        mine = owners == self.rank
+        return own, owners[mine], sources[mine]
+
     @property
     def winner_width(self) -> int:
         return self.geometry.layout.winner_width
@@ -263,7 +289,8 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the parts of blocks of ids lie, in words of 4 bytes from the first block's begin, `[ranks, streams]` each."""
+    """Where the parts of blocks of ids lie, in words of 4 bytes from the first block's begin, `[ranks, streams]`
+    each."""
 
     ids_at: Numbers
     lengths_at: Numbers

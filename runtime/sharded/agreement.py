@@ -1,0 +1,99 @@
+"""What all ranks must say alike when they make a module, compared before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from embforge.codegen.errors import RankError
+from embforge.codegen.rules.rule import Update
+from embforge.codegen.sharding.kinds import ShardPlan
+from embforge.codegen.spec import CollectionSpec
+from embforge.inputs import BOUNDS_CHECKS
+from embforge.sharded.comm import Exchange
+
+REFUSED = "refused"
+
+
+def wrong_argument(spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str) -> Exception | None:
+    """What cannot be, whatever the other ranks say."""
+    if not isinstance(spec, CollectionSpec):
+        return TypeError(
+            f"spec: got {type(spec).__name__}; allowed: CollectionSpec, see CollectionSpec.from_toml(path)"
+        )
+    if not isinstance(plan, ShardPlan):
+        return TypeError(f"plan: got {type(plan).__name__}; allowed: a ShardPlan, as ShardPlan.row_wise(spec)")
+    if optimizer is None:
+        return ValueError(
+            "optimizer=None: sharded tables are trained by a fused optimizer only, because no parameter of torch's could "
+            "hold a part of a table; give one of ef.optim, as ef.optim.SGD(lr=0.1) (freeze() keeps rows as they are)"
+        )
+    if not isinstance(getattr(optimizer, "update", None), Update):
+        return TypeError(f"optimizer: got {optimizer!r}; allowed: one of ef.optim, as ef.optim.Adam(lr=1e-3)")
+    if bounds_check not in BOUNDS_CHECKS:
+        return ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
+    if duplicates not in ("keep", "merge"):
+        return ValueError(f"duplicates={duplicates!r} is not known; allowed: keep, merge")
+    return None
+
+
+def agree(exchange: Exchange, facts: Mapping[str, Any], wrong: Exception | None, seed: int) -> int:
+    """The seed of rank 0, if all ranks' facts (plain data by name) are equal; else `RankError` on all, naming what
+    differs.
+
+    `wrong`: why this rank has no facts. It raises that, the others `RankError`. Only digests travel, unless they
+    differ.
+    """
+    told = {REFUSED: wrong is not None, "seed": seed}
+    if wrong is None:
+        told |= {name: digest(value) for name, value in facts.items()}
+    found = _gathered(exchange, told)
+    if wrong is not None:
+        raise wrong
+    for rank, of_rank in enumerate(found):
+        if of_rank[REFUSED]:
+            raise RankError(
+                f"rank {rank}: its arguments were refused; its own output says why. No rank has made the module"
+            )
+    for name in facts:
+        others = [rank for rank, of_rank in enumerate(found) if of_rank[name] != found[0][name]]
+        if others:
+            values = _gathered(exchange, facts[name])
+            where, first, other = next(_differences(values[0], values[others[0]], name), (name, "one", "another"))
+            raise RankError(
+                f"{name}: ranks differ: {where} is {first!r} on rank 0, {other!r} on rank {others[0]}; every rank must "
+                f"make the module with the same {name}"
+            )
+    agreed: int = found[0]["seed"]
+    return agreed
+
+
+def digest(data: Any) -> str:
+    """Equal for equal plain data."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _gathered(exchange: Exchange, mine: Any) -> list[Any]:
+    """Of every rank, by rank."""
+    if exchange.ranks.size == 1:
+        return [mine]
+    found: list[Any] = [None] * exchange.ranks.size
+    exchange.call("arguments", dist.all_gather_object, found, mine)
+    return found
+
+
+def _differences(first: Any, other: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+    """Where plain data differ, and what is there."""
+    if isinstance(first, dict) and isinstance(other, dict):
+        for key in [*first, *(key for key in other if key not in first)]:
+            yield from _differences(first.get(key), other.get(key), f"{where}.{key}")
+    elif isinstance(first, list | tuple) and isinstance(other, list | tuple) and len(first) == len(other):
+        for number, (a, b) in enumerate(zip(first, other, strict=True)):
+            name = a.get("name", number) if isinstance(a, dict) else number
+            yield from _differences(a, b, f"{where}[{name}]")
+    elif first != other:
+        yield where, first, other

@@ -1,0 +1,74 @@
+"""A sharded collection inside torch's own machinery: DDP, FSDP2, meshes, groups, state dicts, Join, torch.compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sharded_torch_ranks as work
+from ranks import run_ranks
+
+
+def test_ddp_leaves_shards_alone_and_trains_as_one_process() -> None:
+    assert run_ranks(2, work.inside_ddp) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_fsdp2_takes_no_tables_and_trains_as_one_process(whole: bool) -> None:
+    assert run_ranks(2, work.inside_fsdp, whole) == [(True, 6)] * 2
+
+
+def test_uneven_steps_with_ddp_beside_the_tables() -> None:
+    assert run_ranks(2, work.beside_ddp_in_join) == [True] * 2
+
+
+def test_device_meshes() -> None:
+    for found in run_ranks(4, work.on_meshes):
+        assert found["flat"][0] == 4 and found["square"][0] == 2
+        assert "rail_vectors" in found["square"][1]
+        assert found["deep"][0] == "ValueError" and "mesh of 3 dimensions" in found["deep"][1]
+        assert found["nonsense"][0] == "TypeError" and "got str" in found["nonsense"][1]
+
+
+def test_groups_of_some_ranks() -> None:
+    assert run_ranks(4, work.in_two_groups) == [True] * 4
+
+
+def test_state_dicts_hold_shards_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    both = run_ranks(2, work.saved_and_loaded, str(tmp_path))
+    states = ("exp_avg", "exp_avg_sq")
+    shapes = [
+        {"rows": (5, 4), "whole": (7, 4), "columns.0": (8, 2), "columns.2": (8, 2), "copied": (5, 4)},
+        {"rows": (4, 4), "columns.1": (8, 2), "columns.3": (8, 2), "copied": (5, 4)},
+    ]
+    for found, of_rank in zip(both, shapes, strict=True):
+        expected = {"dense.weight": (2, 2), "dense.bias": (2,)}
+        for table, shape in of_rank.items():
+            expected |= {f"tables.tables.{table}.{key}": shape for key in ("weight", *(f"optim.{s}" for s in states))}
+        expected |= {f"tables.{part}optim.{key}": () for part in ("", "replicated.") for key in ("step", "seed")}
+        assert found["shapes"] == expected
+        assert found["contiguous"] and found["same"] and found["moved"] and found["kept"]
+        assert found["steps"] == (6, 6)
+        for case, words in {
+            "missing": 'Missing key(s) in state_dict: "tables.tables.rows.weight"',
+            "unexpected": 'Unexpected key(s) in state_dict: "tables.tables.lines.weight"',
+            "shape": "tables.tables.rows.weight: shape (2, 4) does not fit this rank's shard of shape",
+            "counter": "tables.optim.step: -1 is not allowed",
+            "swapped": "holds the shards of rank",
+        }.items():
+            assert found[case][0] == "RuntimeError" and words in found[case][1], found[case]
+        assert set(found["not strict"]) == set(expected)
+
+
+def test_moves_and_copies_are_refused_and_casts_ignored() -> None:
+    for found in run_ranks(2, work.moved_and_copied):
+        assert found["casts"] and found["frozen"] and found["works"]
+        for case in ("move", "inside"):
+            assert found[case][0] == "RuntimeError" and "stays on the device it was made on (cpu)" in found[case][1]
+        for case in ("deepcopy", "copy", "pickle", "save"):
+            assert found[case][0] == "TypeError" and "state_dict()" in found[case][1] and "full(" in found[case][1]
+
+
+def test_a_compiled_model_trains_as_the_eager_one() -> None:
+    for same, graphs in run_ranks(2, work.compiled):
+        assert same and graphs >= 2  # one before the call of the module, one behind it

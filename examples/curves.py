@@ -79,5 +79,5 @@ def _short(value: float) -> str:
 
 
 def _text(x: float, y: float, text: str, fill: str = INK, size: float = 12, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}"
-    text-anchor="{anchor}">{escape(text)}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(text)}</text>"

@@ -45,8 +45,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plan", choices=PLANS, default="auto")
     parser.add_argument("--topology", help="of --plan auto (default: laptop on CPUs, h100x8 on GPUs)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="RowwiseAdagrad", help="of the tables")
-    parser.add_argument("--lr", type=float, default=0.1, help="of the tables")
-    parser.add_argument("--dense-lr", type=float, default=2e-3, help="of the dense layers (Adam)")
+    parser.add_argument("--lr", type=float, default=0.01, help="of the tables")
+    parser.add_argument("--dense-lr", type=float, default=1e-3, help="of the dense layers (Adam)")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--max-rows", type=int, default=50_000, help="larger tables are cut to so many rows")
     parser.add_argument(

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from embforge import functional as functional
+    import embforge.functional as functional  # noqa: F401
+    import embforge.sharded as sharded  # noqa: F401
     from embforge import optim as optim
     from embforge.codegen.errors import CacheError as CacheError
     from embforge.codegen.errors import CompileError as CompileError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from embforge.codegen.errors import LaunchError as LaunchError
     from embforge.codegen.errors import MissingKernelError as MissingKernelError
     from embforge.codegen.errors import PlanError as PlanError
+    from embforge.codegen.errors import RankError as RankError
     from embforge.codegen.errors import RuleError as RuleError
     from embforge.codegen.errors import SpecError as SpecError
     from embforge.codegen.errors import ToolchainError as ToolchainError

@@ -26,6 +26,7 @@ from embforge.codegen.sharding.kinds import (
     ShardPlan,
     TableWise,
 )
+from embforge.codegen.sharding.placement import place
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 SAMPLES = 6
@@ -95,17 +96,25 @@ class Training:
     def keeps_order(self, table: str, size: int) -> bool:
         """Whether every sum has its terms in the order of one rank's: then results and rows are the same bits.
 
-        Sums of whole bags, of whole rows and of the occurrences of a row must each be made in one place. A maximum has
-        no order.
+        Sums of whole bags, of whole rows and of the occurrences of a row must each be made in one place. Maxima and rows
+        that travel one by one have no order to lose.
         """
-        kind = dict(self.kinds)[table]
-        columns_split = size > 1 and kind in ("column_wise", "grid")
-        if size == 1 or kind == "table_wise":
-            return True
-        if kind == "data_parallel" or (columns_split and has_reductions(self.optimizer)):
+        placed = place(self.plan(size), self.spec, size, node_size_of(size)).by_name[table]
+        if placed.replicated:
+            return size == 1
+        if placed.columns_split and has_reductions(self.optimizer):
             return False
-        whole_bags = kind == "column_wise" or (kind == "grid" and size <= 3)  # a grid of as many pieces as ranks
-        return whole_bags or all(f.pooling in (*SEQUENCE_POOLINGS, "max") for f in self.features(table))
+        poolings = {feature.pooling for feature in self.features(table)}
+        if poolings <= {*SEQUENCE_POOLINGS, "max"}:
+            return True
+        # What is added up inside nodes comes behind all else, so that features of such a table change their order.
+        in_order = not placed.hierarchical or poolings.isdisjoint({*SEQUENCE_POOLINGS, "max"})
+        return in_order and all(len(piece.owners) == 1 for piece in placed.pieces)
+
+
+def node_size_of(size: int) -> int:
+    """Four ranks are two nodes."""
+    return 2 if size == 4 else size
 
 
 class Whole(NamedTuple):
@@ -205,7 +214,7 @@ def train_unsharded(training: Training) -> Trained:
 
 def sharded_module(training: Training, size: int, **options: Any) -> ef.sharded.ShardedEmbeddingCollection:
     """The module of a rank, with the drawn rows."""
-    options = {"backend": "reference", "node_size": 2 if size == 4 else None, **training.options, **options}
+    options = {"backend": "reference", "node_size": node_size_of(size), **training.options, **options}
     module = ef.sharded.ShardedEmbeddingCollection(
         training.spec, training.plan(size), optimizer=training.optimizer, **options
     )

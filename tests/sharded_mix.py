@@ -111,5 +111,5 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", ""
 
 
-SHORT = timedelta(seconds=5)
+SHORT = timedelta(seconds=3)
 """A timeout of groups that tests wait for."""

@@ -20,6 +20,7 @@ import embforge as ef
 from embforge.sharded import ColumnWise, Hierarchical, RowWise, ShardPlan
 
 POOLED = ef.CollectionSpec(SPEC.tables, tuple(f for f in SPEC.features if f.pooling != "none"))
+WIDTH = 32
 DENSE = 3
 """Numbers of a sample beside its bags."""
 
@@ -32,7 +33,7 @@ class Model(nn.Module):
         torch.manual_seed(5)
         self.below = nn.Linear(DENSE, 4)
         self.tables = tables
-        self.above = nn.Sequential(nn.Linear(4 + 36, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.above = nn.Sequential(nn.Linear(4 + WIDTH, 8), nn.ReLU(), nn.Linear(8, 1))
 
     def forward(self, dense: Tensor, *batch: Tensor) -> Tensor:
         found: Tensor = self.above(torch.cat([self.below(dense), self.tables(*batch)], dim=1))
@@ -134,7 +135,7 @@ def beside_ddp_in_join(rank: int, size: int) -> bool:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(5)
-            self.layers = nn.Linear(36, 1)
+            self.layers = nn.Linear(WIDTH, 1)
 
         def forward(self, pooled: Tensor) -> Tensor:
             found: Tensor = self.layers(pooled)
@@ -267,6 +268,17 @@ def moved_and_copied(rank: int, size: int) -> dict[str, Any]:
     found["frozen"] = not any(result.requires_grad for result in step_nothing.values())
     found["works"] = all(torch.equal(before[name], rows) for name, rows in full_rows(module).items())
     return found
+
+
+def wrapped(rank: int, size: int) -> dict[str, Any]:
+    """All that needs torch's compiler loaded, which takes seconds: in one group."""
+    return {
+        "ddp": inside_ddp(rank, size),
+        "fsdp": inside_fsdp(rank, size, whole=False),
+        "whole fsdp": inside_fsdp(rank, size, whole=True),
+        "join": beside_ddp_in_join(rank, size),
+        "compile": compiled(rank, size),
+    }
 
 
 def compiled(rank: int, size: int) -> tuple[bool, int]:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import sharded_torch_ranks as work
 from ranks import run_ranks
 
 
-def test_ddp_leaves_shards_alone_and_trains_as_one_process() -> None:
-    assert run_ranks(2, work.inside_ddp) == [(True, True)] * 2
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_fsdp2_takes_no_tables_and_trains_as_one_process(whole: bool) -> None:
-    assert run_ranks(2, work.inside_fsdp, whole) == [(True, 6)] * 2
-
-
-def test_uneven_steps_with_ddp_beside_the_tables() -> None:
-    assert run_ranks(2, work.beside_ddp_in_join) == [True] * 2
+def test_wrappers_leave_shards_alone_and_train_as_one_process() -> None:
+    for found in run_ranks(2, work.wrapped):
+        assert found["ddp"] == (True, True)
+        assert found["fsdp"] == found["whole fsdp"] == (True, 6)
+        assert found["join"]
+        same, graphs = found["compile"]
+        assert same and graphs >= 2  # one before the call of the module, one behind it
 
 
 def test_device_meshes() -> None:
@@ -36,10 +31,10 @@ def test_groups_of_some_ranks() -> None:
 
 def test_state_dicts_hold_shards_and_resume_bit_for_bit(tmp_path: Path) -> None:
     both = run_ranks(2, work.saved_and_loaded, str(tmp_path))
-    states = ("exp_avg", "exp_avg_sq")
+    states = ("m", "v")
     shapes = [
-        {"rows": (5, 4), "whole": (7, 4), "columns.0": (8, 2), "columns.2": (8, 2), "copied": (5, 4)},
-        {"rows": (4, 4), "columns.1": (8, 2), "columns.3": (8, 2), "copied": (5, 4)},
+        {"rows": (5, 4), "whole": (7, 4), "columns.1": (8, 2), "columns.3": (8, 2), "copied": (5, 4)},
+        {"rows": (4, 4), "columns.0": (8, 2), "columns.2": (8, 2), "copied": (5, 4)},
     ]
     for found, of_rank in zip(both, shapes, strict=True):
         expected = {"dense.weight": (2, 2), "dense.bias": (2,)}
@@ -67,8 +62,3 @@ def test_moves_and_copies_are_refused_and_casts_ignored() -> None:
             assert found[case][0] == "RuntimeError" and "stays on the device it was made on (cpu)" in found[case][1]
         for case in ("deepcopy", "copy", "pickle", "save"):
             assert found[case][0] == "TypeError" and "state_dict()" in found[case][1] and "full(" in found[case][1]
-
-
-def test_a_compiled_model_trains_as_the_eager_one() -> None:
-    for same, graphs in run_ranks(2, work.compiled):
-        assert same and graphs >= 2  # one before the call of the module, one behind it

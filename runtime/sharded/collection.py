@@ -32,7 +32,8 @@ from embforge.sharded.norms import RowNorms, needs_norms, shared_rule
 from embforge.sharded.owner import Owner
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.state import HeldShards
-from embforge.sharded.vectors import Vectors, Wire
+from embforge.sharded.vectors import Vectors
+from embforge.sharded.wire import Wire
 from embforge.sharded.wiring import Base, Wiring
 from embforge.storage.static import StaticTable
 from embforge.training.facade import FusedOptimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 class EmptyCalls(Joinable):
     """`with Join([module]): ...` lets ranks call the module unequally often.
 
-    A call with gradients on is one with a backward: evaluate under `torch.no_grad()`. With DistributedDataParallel
-    wrap the
-    dense layers alone and name the module first: `Join([module, dense])`; a module inside of it would be waited for
-    by both.
+    A call with gradients on is one with a backward: evaluate under `torch.no_grad()`. With DistributedDataParallel wrap
+    the dense layers alone and name the module first: `Join([module, dense])`. Inside of DDP it cannot join: Join would
+    wait for DDP's turn before the module has its own.
     """
 
     _in_join = False
@@ -50,20 +50,36 @@ class EmptyCalls(Joinable):
 
 
 class _EmptyCall(JoinHook):
+    """Backward passes run in a thread: Join gives its hooks one turn each, and DistributedDataParallel's hook waits in its
+    own for collectives of the others' backward, which may come before or behind those of the tables."""
+
     def __init__(self, module: Any) -> None:
         self.module = module
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="embforge-join")
+        self._backward: Future[None] | None = None
 
     def main_hook(self) -> None:
         """One call with no samples; its backward too, if the others will have one."""
+        self._finish()
         module = self.module
         module._joined = True
         try:
-            device = module.join_device
-            empty = torch.zeros(0, dtype=torch.int64, device=device)
-            done = module.distribute(empty, torch.zeros(1, dtype=torch.int64, device=device))
-            with torch.set_grad_enabled(done.wants("trains")):
-                results = module._lookup(done)
-            if done.wants("trains"):
-                sum(result.sum() for result in results).backward()
+            empty = torch.zeros(0, dtype=torch.int64, device=module.join_device)
+            done = module.distribute(empty, torch.zeros(1, dtype=torch.int64, device=module.join_device))
         finally:
             module._joined = False
+        with torch.set_grad_enabled(done.wants("trains")):
+            results = module._lookup(done)
+            if done.wants("trains"):
+                loss = sum(result.sum() for result in results)
+                self._backward = self._pool.submit(loss.backward)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks are done."""
+        self._finish()
+        self._pool.shutdown()
+
+    def _finish(self) -> None:
+        if self._backward is not None:
+            self._backward.result()
+            self._backward = None

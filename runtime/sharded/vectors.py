@@ -15,70 +15,16 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from embforge.codegen.stages import PACKINGS, PART_WORDS, PIECE_WORDS, SOURCE_WORDS, StagePlan
+from embforge.codegen.stages import PIECE_WORDS, SOURCE_WORDS, StagePlan
 from embforge.launch.stages import stages_of
 from embforge.sharded.comm import Exchange
 from embforge.sharded.distribute import Distributed
-from embforge.sharded.formats import DTYPES, PACKED, computed_in, direct_widths, packed_bytes, row_bytes
+from embforge.sharded.formats import PACKED, direct_widths, row_bytes
+from embforge.sharded.wire import Wire
 from embforge.sharded.wiring import Wiring
-
-
-@dataclass(frozen=True)
-class Wire:
-    """A number format on the wire: rows of numbers to bytes and back."""
-
-    format: str
-    plan: StagePlan
-    kernels: str | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of numbers before and after."""
-        return DTYPES[computed_in(self.format)]
-
-    def encode(self, numbers: Tensor, widths: Sequence[int]) -> Tensor:
-        """`[rows, sum(widths)]` of any float dtype to flat bytes."""
-        if self.format not in PACKED:
-            return numbers.to(self.dtype).contiguous().view(-1).view(torch.uint8)
-        rows, size = numbers.shape[0], row_bytes(self.format, list(widths))
-        packed = numbers.new_empty(rows * size, dtype=torch.uint8)
-        self._run("pack", self._parts(widths, numbers.device), numbers.float().contiguous(), packed, rows, widths)
-        return packed
-
-    def decode(self, packed: Tensor, rows: int, widths: Sequence[int]) -> Tensor:
-        """Flat bytes to `[rows, sum(widths)]` of `dtype`; a view where bytes are numbers."""
-        if self.format not in PACKED:
-            return packed.view(self.dtype).view(rows, sum(widths))
-        numbers = packed.new_empty((rows, sum(widths)), dtype=torch.float32)
-        self._run("unpack", self._parts(widths, packed.device), numbers, packed, rows, widths)
-        return numbers
-
-    def _run(
-        self, stage: str, parts: Tensor, numbers: Tensor, packed: Tensor, rows: int, widths: Sequence[int]
-    ) -> None:
-        stages_of(self.plan, self.kernels).run(
-            stage,
-            parts=parts,
-            numbers=numbers,
-            bytes=packed,
-            num_parts=len(widths),
-            rows=rows,
-            width=sum(widths),
-            row_bytes=row_bytes(self.format, list(widths)),
-            packing=PACKINGS[self.format],
-        )
-
-    def _parts(self, widths: Sequence[int], device: torch.device) -> Tensor:
-        assert PART_WORDS == ("column", "width", "byte")
-        columns = np.cumsum(widths) - widths
-        sizes = np.array([packed_bytes(width) for width in widths])
-        parts = np.stack([columns, np.array(widths), np.cumsum(sizes) - sizes], axis=1).astype(np.int64)
-        return torch.from_numpy(parts).to(device)
-
 
 POOLED = -1
 """The key of the section of pooled columns; others are features of the owner's collection."""
@@ -111,9 +57,13 @@ class Room(NamedTuple):
     partials: Tensor
     begins: tuple[int, ...]
     own: Tensor | None
-    """For what this rank owns itself: a part of `whole`."""
+    """For what this rank owns itself: a part of `whole`, or what all ranks get alike."""
     whole: Tensor | None
     """`[samples of all ranks, columns]`: what the owner's backward will read."""
+    lands: bool
+    """Whether the exchange itself writes to `whole`."""
+    with_own: bool
+    """Whether this rank's own part is exchanged like the others'."""
 
 
 @dataclass(frozen=True)
@@ -153,20 +103,23 @@ class Vectors:
             return int(done.sent[stream])
         return int(done.received[source, self.wiring.geometry.streams_to[self.rank].index(stream)])
 
-    def sections(self, done: Distributed, owner: int, source: int) -> list[Section]:
-        """What travels between an owner of rows and a source of samples. What a rank pools for itself stays where it
-        is."""
+    def sections(self, done: Distributed, owner: int, source: int, with_own: bool = False) -> list[Section]:
+        """What travels between an owner of rows and a source of samples; what a rank has for itself only `with_own`."""
         local = self.wiring.geometry.locals[owner]
         if local is None:
             return []
-        pooled = [Section(POOLED, done.samples[source], self.widths[owner])] if self._travels(owner, source) else []
+        pooled = (
+            [Section(POOLED, done.samples[source], self.widths[owner])]
+            if self._travels(owner, source, with_own)
+            else []
+        )
         return pooled + [
             Section(index, self._rows(done, owner, index, source), [local.layout.features[index].dim])
             for index in self.sequence_locals[owner]
         ]
 
-    def _travels(self, owner: int, source: int) -> bool:
-        return bool(self.widths[owner]) and owner != source
+    def _travels(self, owner: int, source: int, with_own: bool = False) -> bool:
+        return bool(self.widths[owner]) and (with_own or owner != source)
 
     def _trade(
         self,
@@ -224,11 +177,13 @@ class Vectors:
             partials = torch.cat([partials, nodes.view(-1)])
         return Arrived(partials, begins, own, self._sequence_rows(came, shapes))
 
-    def _begins(self, done: Distributed) -> tuple[int, ...]:
+    def _begins(self, done: Distributed, with_own: bool = False) -> tuple[int, ...]:
         """Where the block of each rank (and behind them of each node) begins among partial pools or their gradients;
         the last: how many numbers there are. A rank's own block lies elsewhere."""
         samples = done.samples[self.rank]
-        sizes = [samples * sum(widths) if rank != self.rank else 0 for rank, widths in enumerate(self.widths)]
+        sizes = [
+            samples * sum(widths) if with_own or rank != self.rank else 0 for rank, widths in enumerate(self.widths)
+        ]
         if self._hierarchical_width:
             sizes += [samples * self._hierarchical_width] * self.wiring.geometry.placement.nodes
         return tuple(accumulate(sizes, initial=0))
@@ -259,17 +214,26 @@ class Vectors:
     # ---- Backward -----------------------------------------------------------------------------------------
 
     def room(self, done: Distributed) -> Room:
-        """Where gradients of partial pools are to be written."""
-        begins, wire = self._begins(done), self.backward_wire
-        size = 0 if self.wiring.alike else begins[-1]
-        empty = self.exchange.buffers.empty
-        partials = empty("partials", (size,), wire.dtype, self.wiring.device)
-        width = sum(self.widths[self.rank])
-        if not width:
-            return Room(partials, begins, None, None)
-        whole = empty("whole", (done.total, width), wire.dtype, self.wiring.device)
+        """Where gradients of partial pools are to be written.
+
+        Where the exchange can bring everything to its place, that is `whole`: beside what this rank has for itself, if
+        it is the first or the last; else with its own part, which then travels like the others'.
+        """
+        wire, device, empty = self.backward_wire, self.wiring.device, self.exchange.buffers.empty
+        width, samples = sum(self.widths[self.rank]), done.samples[self.rank]
+        lands = bool(width) and not self.sequence_locals[self.rank] and wire.format not in PACKED
+        with_own = lands and 0 < self.rank < self.wiring.geometry.world_size - 1
+        begins = self._begins(done, with_own)
+        whole = empty("whole", (done.total, width), wire.dtype, device) if width else None
+        if self.wiring.alike and whole is not None:
+            begin = sum(done.samples[: self.rank])
+            own = empty("own", (samples, width), wire.dtype, device) if with_own else whole[begin : begin + samples]
+            return Room(whole.new_empty(0), begins, own, whole, lands, with_own)
+        partials = empty("partials", (begins[-1],), wire.dtype, device)
+        if whole is None or with_own:
+            return Room(partials, begins, None, whole, lands, with_own)
         begin = sum(done.samples[: self.rank])
-        return Room(partials, begins, whole[begin : begin + done.samples[self.rank]], whole)
+        return Room(partials, begins, whole[begin : begin + samples], whole, lands, with_own)
 
     def to_owners(
         self, done: Distributed, room: Room, sequences: Sequence[Tensor]
@@ -280,31 +244,19 @@ class Vectors:
         """
         geometry, wire = self.wiring.geometry, self.backward_wire
         world = geometry.world_size
-        out: list[dict[int, Tensor]] = [{} for _ in range(world)]
-        same: Tensor | None = None
-        if self.wiring.alike and room.own is not None and world > 1:
-            same = wire.encode(room.own, self.widths[self.rank])
-        for owner in range(world):
-            if same is not None and self._travels(owner, self.rank):
-                out[owner][POOLED] = same
-            elif self._travels(owner, self.rank):
-                numbers = room.partials[room.begins[owner] : room.begins[owner + 1]]
-                out[owner][POOLED] = wire.encode(numbers.view(-1, sum(self.widths[owner])), self.widths[owner])
-            out[owner] |= dict.fromkeys(self.sequence_locals[owner], room.partials.new_empty(0, dtype=torch.uint8))
-        for piece, rows in zip(geometry.sequence_pieces, sequences, strict=True):
-            encoded = wire.encode(rows, [piece.width])
-            sizes = [int(done.sent[stream]) * row_bytes(wire.format, [piece.width]) for stream in piece.streams]
-            for owner, index, part in zip(piece.owners, piece.local_features, encoded.split(sizes), strict=True):
-                out[owner][index] = part
-        shapes = [self.sections(done, self.rank, source) for source in range(world)]
-        came = self._trade("gradients", wire, out, shapes, self._landing(done, room))
+        shapes = [self.sections(done, self.rank, source, room.with_own) for source in range(world)]
+        came = self._trade("gradients", wire, self._outgoing(done, room, sequences), shapes, self._landing(done, room))
         hierarchical = None
         if self._hierarchical_width:
             hierarchical = self._nodes_to_owners(done, room.partials[room.begins[world] :])
         local = geometry.locals[self.rank]
         if local is None:
             return None, None
-        pooled = self._pooled_gradient(done, room, came)
+        pooled = room.whole
+        if pooled is not None and not room.lands:
+            for rank, rows in enumerate(pooled.split(list(done.samples))):
+                if rank != self.rank:
+                    rows.copy_(wire.decode(came[rank][POOLED], done.samples[rank], self.widths[self.rank]))
         if hierarchical is not None:
             pooled = hierarchical if pooled is None else torch.cat([pooled, hierarchical.to(pooled.dtype)], dim=1)
         sequence = []
@@ -316,29 +268,34 @@ class Vectors:
             pooled = torch.empty((done.total, 0), dtype=wire.dtype, device=self.wiring.device)
         return pooled, _joined(sequence, self.wiring.device, wire.dtype) if sequence else None
 
-    def _landing(self, done: Distributed, room: Room) -> Tensor | None:
-        """Where gradients of other ranks may come in without a copy: beside this rank's own, if it is the first or
-        last."""
-        if room.whole is None or self.sequence_locals[self.rank] or self.backward_wire.format in PACKED:
-            return None
-        own = done.samples[self.rank]
-        if self.rank == 0:
-            rest = room.whole[own:]
-        elif self.rank == self.wiring.geometry.world_size - 1:
-            rest = room.whole[: done.total - own]
-        else:
-            return None
-        return rest.reshape(-1).view(torch.uint8)
+    def _outgoing(self, done: Distributed, room: Room, sequences: Sequence[Tensor]) -> list[dict[int, Tensor]]:
+        """Bytes for every owner, by section."""
+        geometry, wire = self.wiring.geometry, self.backward_wire
+        out: list[dict[int, Tensor]] = [{} for _ in range(geometry.world_size)]
+        same: Tensor | None = None
+        if self.wiring.alike and room.own is not None and geometry.world_size > 1:
+            same = wire.encode(room.own, self.widths[self.rank])
+        for owner, parts in enumerate(out):
+            if self._travels(owner, self.rank, room.with_own):
+                numbers = room.partials[room.begins[owner] : room.begins[owner + 1]]
+                shaped = numbers.view(-1, sum(self.widths[owner])) if same is None else numbers
+                parts[POOLED] = wire.encode(shaped, self.widths[owner]) if same is None else same
+            parts |= dict.fromkeys(self.sequence_locals[owner], room.partials.new_empty(0, dtype=torch.uint8))
+        for piece, rows in zip(geometry.sequence_pieces, sequences, strict=True):
+            encoded = wire.encode(rows, [piece.width])
+            sizes = [int(done.sent[stream]) * row_bytes(wire.format, [piece.width]) for stream in piece.streams]
+            for owner, index, part in zip(piece.owners, piece.local_features, encoded.split(sizes), strict=True):
+                out[owner][index] = part
+        return out
 
-    def _pooled_gradient(self, done: Distributed, room: Room, came: list[dict[int, Tensor]]) -> Tensor | None:
-        """This rank's own rows and those of the others, in the order of ranks."""
-        if room.whole is None or self._landing(done, room) is not None:
-            return room.whole
-        widths = self.widths[self.rank]
-        for rank, rows in enumerate(room.whole.split(list(done.samples))):
-            if rank != self.rank:
-                rows.copy_(self.backward_wire.decode(came[rank][POOLED], done.samples[rank], widths))
-        return room.whole
+    def _landing(self, done: Distributed, room: Room) -> Tensor | None:
+        """Where gradients come in without a copy."""
+        if not room.lands or room.whole is None:
+            return None
+        own, rows = done.samples[self.rank], room.whole
+        if not room.with_own:
+            rows = rows[own:] if self.rank == 0 else rows[: done.total - own]
+        return rows.reshape(-1).view(torch.uint8)
 
     # ---- The hierarchical way -----------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ OPTIMIZERS = ("SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "Adam", "RowwiseAd
 FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a DLRM with sharded tables on synthetic Criteo-shaped data.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=2048, help="samples a step, of all ranks together")
@@ -58,7 +58,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=20, help="steps")
     parser.add_argument("--eval-batches", type=int, default=8, help="held-out batches of --batch-size")
     parser.add_argument("--out", type=Path, default=Path("runs/dlrm"))
-    return parser.parse_args()
+    args = parser.parse_args(words)
+    if min(args.steps, args.eval_every, args.batch_size, args.eval_batches) < 1:
+        parser.error("--steps, --eval-every, --batch-size and --eval-batches: 1 at least")
+    return args
 
 
 class Dense(nn.Module):
@@ -192,9 +195,8 @@ def run(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     kinds = sorted({kind.name for _, kind in trainer.plan.kinds})
     title = f"DLRM, {trainer.ranks} rank(s), {args.plan} plan ({', '.join(kinds)}), {args.optimizer}"
     records: list[dict[str, Any]] = []
-    for first in range(0, args.steps + 1, args.eval_every):
-        last = min(first, args.steps)
-        begin = max(0, last - args.eval_every)
+    for last in (*range(0, args.steps, args.eval_every), args.steps):
+        begin = records[-1]["step"] if records else 0
         record: dict[str, Any] = {"step": last}
         if last:
             trainer.tables.reset_counters()
@@ -232,7 +234,7 @@ def write(args: argparse.Namespace, title: str, records: list[dict[str, Any]]) -
         "samples/s, all ranks": {"samples/s": line("samples_per_s")},
     }
     subtitle = f"{args.batch_size} samples a step, dim {args.dim}, {args.device}, seed {args.seed}"
-    (args.out / "curves.svg").write_text(draw(title, subtitle, panels, records[-1]["bytes_per_step"]))
+    (args.out / "curves.svg").write_text(draw(title, subtitle, panels, records[-1].get("bytes_per_step", {})))
     print(f"wrote {args.out / 'metrics.jsonl'} and {args.out / 'curves.svg'}")
 
 

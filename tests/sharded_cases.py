@@ -31,7 +31,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 SAMPLES = 6
 """Of all ranks together, in a step."""
-SIZES = {1: (6,), 2: (4, 2), 3: (2, 0, 4), 4: (2, 0, 1, 3)}
+SIZES = {1: (6,), 2: (4, 2), 3: (2, 0, 4), 4: (2, 0, 1, 3), 8: (1, 0, 0, 2, 0, 1, 1, 1)}
 """Samples of each rank; step by step they go round, so that every rank has none at times."""
 HOTNESS = 3
 
@@ -96,8 +96,8 @@ class Training:
     def keeps_order(self, table: str, size: int) -> bool:
         """Whether every sum has its terms in the order of one rank's: then results and rows are the same bits.
 
-        Sums of whole bags, of whole rows and of the occurrences of a row must each be made in one place. Maxima and rows
-        that travel one by one have no order to lose.
+        Sums of whole bags, of whole rows and of the occurrences of a row must each be made in one place. Maxima and
+        rows that travel one by one have no order to lose.
         """
         placed = place(self.plan(size), self.spec, size, node_size_of(size)).by_name[table]
         if placed.replicated:
@@ -113,8 +113,8 @@ class Training:
 
 
 def node_size_of(size: int) -> int:
-    """Four ranks are two nodes."""
-    return 2 if size == 4 else size
+    """From four ranks on there are two nodes."""
+    return size // 2 if size >= 4 else size
 
 
 class Whole(NamedTuple):

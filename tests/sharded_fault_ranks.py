@@ -132,6 +132,14 @@ def stops_calling(rank: int, size: int) -> Outcome:
     return outcome(lambda: step(module, batch_of(rank, 3)))
 
 
+def never_made(rank: int, size: int) -> Outcome:
+    """A rank that goes its own way where the others make the module."""
+    if rank == 1:
+        time.sleep(2 * SHORT.total_seconds())
+        return "nothing", ""
+    return outcome(lambda: made(timeout=SHORT))
+
+
 def no_samples(rank: int, size: int) -> bool:
     """Ranks without samples, one or all of them, take part in forward and backward."""
     module, whole = made(), unsharded()

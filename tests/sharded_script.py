@@ -1,5 +1,6 @@
-"""What torchrun starts on every rank: trains a small collection by plans that use nodes and by rows, and says if the result
-is that of one process. Prints `ok RANK WORLD_SIZE NODE_SIZE` and the address its node has."""
+"""What torchrun starts on every rank: trains a small collection by nodes and by rows, and compares with one process.
+
+Prints `ok RANK WORLD_SIZE NODE_SIZE` and the address of its host."""
 
 from __future__ import annotations
 
@@ -55,12 +56,12 @@ def main() -> None:
         rails = "rail_vectors" in module.counters()
         assert rails == (plan == ShardPlan.hierarchical(SPEC)), module.counters()
     dist.barrier()
-    print(f"ok {rank} {size} {node_size} {addresses()}", flush=True)
+    os.write(1, f"ok {rank} {size} {node_size} {address()}\n".encode())  # at once: ranks share the pipe
     dist.destroy_process_group()
 
 
-def addresses() -> str:
-    """Where the master is reached from here."""
+def address() -> str:
+    """Of this host, towards the master's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))
         return str(probe.getsockname()[0])

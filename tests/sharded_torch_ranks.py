@@ -247,6 +247,8 @@ def saved_and_loaded(rank: int, size: int, folder: str) -> dict[str, Any]:
     found["shape"] = outcome(lambda: load(**{key: torch.zeros(2, 4)}))
     found["counter"] = outcome(lambda: load(**{"tables.optim.step": torch.tensor(-1)}))
     found["swapped"] = outcome(lambda: second.load_state_dict(torch.load(Path(folder) / f"{(rank + 1) % size}.pt")))
+    by_rows = made(SPEC, plan, optimizer=ef.optim.RowwiseAdagrad(lr=0.1)).state_dict()
+    found["row states"] = {key.rpartition(".")[2] for key in by_rows if "columns" in key}
     found["not strict"] = second.load_state_dict({}, strict=False).missing_keys
     found["kept"] = torch.equal(rows, second["tables"].full("rows"))
     return found

@@ -53,6 +53,10 @@ def test_state_dicts_hold_shards_and_resume_bit_for_bit(tmp_path: Path) -> None:
         }.items():
             assert found[case][0] == "RuntimeError" and words in found[case][1], found[case]
         assert set(found["not strict"]) == set(expected)
+        assert found["row states"] == {
+            "weight",
+            "s",
+        }  # without what ranks tell each other of rows whose columns they share
 
 
 def test_moves_and_copies_are_refused_and_casts_ignored() -> None:

@@ -331,6 +331,8 @@ class _Search:
         others = {kind: spent for kind, spent in tried.items() if kind != mine.kind.name}
         second = min(others, key=lambda name: others[name]) if others else ""
         more = others[second] - tried.get(mine.kind.name, np.nan) if second else np.nan
+        if abs(more) < EQUAL * self.loads.seconds():
+            more = 0.0  # the model does not tell them apart
         return Choice(table.name, mine.kind, self._why(table, mine.kind), mine.share.memory, second, more)
 
     def _why(self, table: TableSpec, kind: Kind) -> str:

@@ -29,8 +29,9 @@ def wrong_argument(spec: Any, plan: Any, optimizer: Any, bounds_check: str, dupl
         return TypeError(f"plan: got {type(plan).__name__}; allowed: a ShardPlan, as ShardPlan.row_wise(spec)")
     if optimizer is None:
         return ValueError(
-            "optimizer=None: sharded tables are trained by a fused optimizer only, because no parameter of torch's could "
-            "hold a part of a table; give one of ef.optim, as ef.optim.SGD(lr=0.1) (freeze() keeps rows as they are)"
+            "optimizer=None: sharded tables are trained by a fused optimizer only, because no parameter of torch's "
+            "could hold a part of a table; give one of ef.optim, as ef.optim.SGD(lr=0.1) (freeze() keeps rows as they "
+            "are)"
         )
     if not isinstance(getattr(optimizer, "update", None), Update):
         return TypeError(f"optimizer: got {optimizer!r}; allowed: one of ef.optim, as ef.optim.Adam(lr=1e-3)")
@@ -48,7 +49,7 @@ def agree(exchange: Exchange, facts: Mapping[str, Any], wrong: Exception | None,
     `wrong`: why this rank has no facts. It raises that, the others `RankError`. Only digests travel, unless they
     differ.
     """
-    told = {REFUSED: wrong is not None, "seed": seed}
+    told: dict[str, Any] = {REFUSED: wrong is not None, "seed": seed}
     if wrong is None:
         told |= {name: digest(value) for name, value in facts.items()}
     found = _gathered(exchange, told)

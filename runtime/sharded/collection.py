@@ -42,21 +42,16 @@ from embforge.training.trainer import Trainer
 
 
 class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
-    """All lookups of a spec over ranks: one lookup kernel a rank, one exchange of ids and one of vectors for all
-    tables.
+    """All lookups of a spec over ranks: a lookup kernel a rank, an exchange of ids and one of vectors for all tables.
 
-    Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call it,
-    and its backward, equally often. `plan`: a `ShardPlan`. `process_group`: a ProcessGroup, a DeviceMesh (two
-    dimensions:
-    nodes, ranks a node) or None: all ranks; the module makes groups of its own with these ranks. `optimizer`: one of
-    `ef.optim`; gradients of all ranks are added (`average_gradients`: divided by the number of ranks, as
-    DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and every
-    gradient back,
-    so that results and training equal the unsharded collection's bit by bit; "merge" sends equal ids once and adds
-    up their
-    gradients before they travel. `formats`: number formats on the wire. `node_size`: ranks a node, if torchrun does
-    not say.
-    `timeout`: of the module's groups. All else is as in `EmbeddingCollection`.
+    Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call
+    it, and its backward, equally often. `plan`: a `ShardPlan`. `process_group`: a ProcessGroup, a DeviceMesh (two
+    dimensions: nodes, ranks a node) or None: all ranks; the module makes groups of its own with these ranks.
+    `optimizer`: one of `ef.optim`; gradients of all ranks are added (`average_gradients`: divided by the number of
+    ranks, as DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and
+    every gradient back, so that results and training equal the unsharded collection's bit by bit; "merge" sends equal
+    ids once and adds up their gradients before they travel. `formats`: number formats on the wire. `node_size`: ranks a
+    node, if torchrun does not say. `timeout`: of the module's groups. All else is as in `EmbeddingCollection`.
     """
 
     def __init__(
@@ -82,7 +77,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         super().__init__()
         self.spec, self.plan = spec, plan
         device = torch.get_default_device() if device is None else torch.device(device)
-        if device.type == "cuda" and device.index is None:
+        if str(device) == "cuda":  # without a number
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._bounds_check = bounds_check
@@ -131,8 +126,8 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
             wiring, self._ids, stage_plan, bounds_check, duplicates == "merge", kernel_directory
         )
         self.vectors = Vectors(
-            wiring, self._wires, Wire(forward, stage_plan, kernel_directory), Wire(backward, stage_plan, kernel_directory),
-            stage_plan, kernel_directory,
+            wiring, self._wires, Wire(forward, stage_plan, kernel_directory),
+            Wire(backward, stage_plan, kernel_directory), stage_plan, kernel_directory,
         )  # fmt: skip
         self.network = Network(wiring, stage_plan, computed_in(forward), str(backend), arch, kernel_directory)
         self.replicas: Replicas | None = None
@@ -179,8 +174,8 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         if done.wants("trains") and done.wants("no_gradients"):
             mine = "on" if torch.is_grad_enabled() else "off"
             raise RankError(
-                f"rank {self._ranks.rank} calls with gradients {mine}, another rank does not, so that one of them would wait "
-                "for a backward that never comes; call under torch.no_grad() on all ranks or on none"
+                f"rank {self._ranks.rank} calls with gradients {mine}, another rank does not, so that one of them "
+                "would wait for a backward that never comes; call under torch.no_grad() on all ranks or on none"
             )
         return done
 
@@ -302,7 +297,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         """The whole states of a table by name: `[rows, dim]` of elements, `[rows]` of rows. All ranks must call."""
         assert self._trainer.update is not None
         return {
-            state.name: self._gather(table, lambda shard, name=state.name: shard.states()[name], state.extent)  # type: ignore[misc]
+            state.name: self._gather(table, lambda shard, name=state.name: shard.states()[name], state.extent)
             for state in self.optimizer_rule.states
         }
 

@@ -42,7 +42,14 @@ class Ranks:
         """A group of these ranks that nobody else's collectives get into. All of them must call."""
         if self.alone:
             return None
-        return dist.new_group(self.global_ranks, timeout=self.timeout, use_local_synchronization=True)
+        try:
+            return dist.new_group(self.global_ranks, timeout=self.timeout, use_local_synchronization=True)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} of {self.size}: no process group: another rank died, or did not come to make the "
+                "same module within the timeout; look for the first failure in the other ranks' output. torch says: "
+                f"{error}"
+            ) from error
 
     def agree(self, facts: dict[str, Any], group: Any) -> list[dict[str, Any]]:
         """Every rank's facts, by rank."""

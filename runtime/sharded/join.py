@@ -50,8 +50,8 @@ class EmptyCalls(Joinable):
 
 
 class _EmptyCall(JoinHook):
-    """Backward passes run in a thread: Join gives its hooks one turn each, and DistributedDataParallel's hook waits in its
-    own for collectives of the others' backward, which may come before or behind those of the tables."""
+    """Backward passes run in a thread: Join gives its hooks one turn each, and DistributedDataParallel's hook waits in
+    its own for collectives of the others' backward, which may come before or behind those of the tables."""
 
     def __init__(self, module: Any) -> None:
         self.module = module

@@ -68,9 +68,8 @@ class Owner:
         """Rows and states at once; or, if gradients accumulate, what `step` will use."""
         trainer, numbers = self.module._trainer, self.module._trainer.numbers
         assert numbers is not None
+        # Also if all tables here are frozen: the step counts, as on ranks that hold others.
         storage, programs = self._storage(), self.programs(batch)
-        if True not in storage.trainable:
-            return
         if trainer.accumulate:
             trainer._take(gradients, run_reduce(programs.reduce, storage, batch, gradients))
             return

@@ -30,8 +30,8 @@ class PrefetchedBatches:
     def __iter__(self) -> Iterator[tuple[Any, Distributed]]:
         if self.module._join_config.enable:
             raise ValueError(
-                "PrefetchedBatches inside of Join: ids of a batch would be exchanged before the rank has told that it has "
-                "one; call the module with the batches themselves"
+                "PrefetchedBatches inside of Join: ids of a batch would be exchanged before the rank has told that it "
+                "has one; call the module with the batches themselves"
             )
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with ThreadPoolExecutor(1, thread_name_prefix="embforge-ids") as pool:

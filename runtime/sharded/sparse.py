@@ -104,7 +104,7 @@ class ReducedVectors(Vectors):
     """Partial pools are added on their way: every rank's results have the same columns."""
 
     def to_samples(self, done: Distributed, pooled: Tensor | None, sequence: Tensor | None) -> Arrived:
-        assert pooled is not None and sequence is None
+        assert pooled is not None and (sequence is None or not sequence.numel())
         scattered = self.exchange.reduce_scatter("vectors", pooled, done.samples)
         return Arrived(scattered.reshape(-1), (0,) * self.wiring.geometry.world_size, None, [])
 

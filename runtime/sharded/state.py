@@ -1,7 +1,7 @@
 """What a rank's state dict holds of a sharded collection: its own shards, without the rows that only pad them.
 
-tables.<table>.weight            tables.<table>.optim.<state>             of a table of which the rank holds one shard
-tables.<table>.<piece>.weight    tables.<table>.<piece>.optim.<state>     of one with several pieces of columns there
+tables.<table>.weight            tables.<table>.optim.<state>           of a table of which the rank holds one shard
+tables.<table>.<piece>.weight    tables.<table>.<piece>.optim.<state>   of one with several pieces of columns there
 optim.step, optim.seed           replicated.optim.step, replicated.optim.seed
 """
 
@@ -99,45 +99,47 @@ class HeldShards(nn.Module):
         told, own = local_metadata.get(SHARD, self._whose()), self._whose()
         if told != own:
             error_msgs.append(
-                f"{prefix or 'the module'}: the state dict holds the shards of rank {told['rank']} of {told['ranks']} (plan "
-                f"{told['plan']}), this is rank {own['rank']} of {own['ranks']} (plan {own['plan']}); every rank loads what it "
-                "saved itself; for another plan or number of ranks save full(table) and use load_full"
+                f"{prefix or 'the module'}: the state dict holds the shards of rank {told['rank']} of {told['ranks']} "
+                f"(plan {told['plan']}), this is rank {own['rank']} of {own['ranks']} (plan {own['plan']}); every rank "
+                "loads what it saved itself; for another plan or number of ranks save full(table) and use load_full"
             )
             return
-        live, counters, wrong = self._saved(), self._saved_counters(), []
+        live, counters = self._saved(), self._saved_counters()
+        wrong, missing = [], []
         for key, target in (live | counters).items():
             given = state_dict.get(prefix + key)
             if given is None:
-                missing_keys.append(prefix + key)
+                missing.append(prefix + key)
             elif key in counters and (problem := _wrong_counter(given, target)):
-                wrong.append(
-                    f"{prefix}{key}: {problem} is not allowed; allowed: a tensor of one whole number, at least 0"
-                )
+                allowed = "allowed: a tensor of one whole number, at least 0"
+                wrong.append(f"{prefix}{key}: {problem} is not allowed; {allowed}")
             elif not isinstance(given, Tensor) or given.shape != target.shape:
                 what = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
                 wrong.append(f"{prefix}{key}: {what} does not fit this rank's shard of shape {tuple(target.shape)}")
+        known = {prefix + key for key in live | counters}
+        unexpected = [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
         error_msgs += wrong
-        if strict:
-            known = {prefix + key for key in live | counters}
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        missing_keys += missing
+        unexpected_keys += unexpected
+        if wrong or (strict and (missing or unexpected)):
+            return
         for key, target in (live | counters).items():
-            given = state_dict.get(prefix + key)
-            if given is not None and not wrong and not target.is_meta:
-                target.copy_(given)
+            if prefix + key in state_dict and not target.is_meta:
+                target.copy_(state_dict[prefix + key])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Casts leave the tables alone; a move is refused."""
         device = fn(torch.empty(0, device=self._device)).device
         if device != self._device:
             raise RuntimeError(
-                f"a sharded collection stays on the device it was made on ({self._device}), with its process groups; make "
-                f"it with device={str(device)!r}, or move the other modules one by one"
+                f"a sharded collection stays on the device it was made on ({self._device}), with its process groups; "
+                f"make it with device={str(device)!r}, or move the other modules one by one"
             )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            f"{type(self).__name__}: a sharded collection cannot be copied or pickled, because its process groups cannot; "
+            f"{type(self).__name__}: a sharded collection cannot be copied or pickled: its process groups cannot; "
             "make another one with the same arguments on every rank and give it state_dict() (this rank's shards), or "
             "take whole tables with full(table)"
         )

@@ -103,6 +103,8 @@ class Geometry:
     """All that follows from a placement alone."""
 
     placement: Placement
+    bases: tuple[int, ...] = ()
+    """Of each feature, where its ids begin among the rows of its table, if they are not the whole table's."""
 
     @property
     def spec(self) -> CollectionSpec:
@@ -151,10 +153,18 @@ class Geometry:
             by_rank[stream.rank].append(index)
         return tuple(map(tuple, by_rank))
 
+    @cached_property
+    def _shard_streams(self) -> dict[tuple[int, tuple[int, ...]], tuple[int, ...]]:
+        """By feature and owners of a piece."""
+        return {}
+
     def _streams_of(self, feature: int, piece: Piece) -> tuple[int, ...]:
-        places = self._spread[1]
-        count = len(piece.owners)
-        return tuple(places[feature, rank, count, shard] for shard, rank in enumerate(piece.owners))
+        found = self._shard_streams.get((feature, piece.owners))
+        if found is None:
+            places, count = self._spread[1], len(piece.owners)
+            found = tuple(places[feature, rank, count, shard] for shard, rank in enumerate(piece.owners))
+            self._shard_streams[feature, piece.owners] = found
+        return found
 
     @cached_property
     def bucketings(self) -> tuple[Bucketing, ...]:
@@ -186,24 +196,31 @@ class Geometry:
         """Each rank's own collection; None: it holds nothing."""
         return tuple(self._local(rank) for rank in range(self.world_size))
 
-    def _local(self, rank: int) -> Local | None:
-        tables: list[TableSpec] = []
-        table_at: dict[tuple[str, int], int] = {}
+    @cached_property
+    def _held(self) -> list[list[tuple[str, int, int]]]:
+        """Of each rank: table, piece and row shard of all that it holds."""
+        found: list[list[tuple[str, int, int]]] = [[] for _ in range(self.world_size)]
         for placed in self.placement.tables:
             for number, piece in enumerate(placed.pieces):
-                if rank in piece.owners:
-                    table_at[placed.table.name, number] = len(tables)
-                    tables.append(_local_table(placed, number, rank))
+                for shard, rank in enumerate(piece.owners):
+                    found[rank].append((placed.table.name, number, shard))
+        return found
+
+    def _local(self, rank: int) -> Local | None:
+        tables: list[TableSpec] = []
+        shards: dict[str, list[tuple[int, int, int]]] = {}
+        """Of each table that has shards here: piece, row shard, and table of the own collection."""
+        for name, number, shard in self._held[rank]:
+            shards.setdefault(name, []).append((number, shard, len(tables)))
+            tables.append(_local_table(self.placement.by_name[name], number, shard))
         found: list[tuple[LocalFeature, FeatureSpec, bool]] = []
         for index, feature in enumerate(self.spec.features):
-            placed = self.placement.by_name[feature.table]
-            for number, piece in enumerate(placed.pieces):
-                if rank in piece.owners:
-                    shard = piece.owners.index(rank)
-                    stream = self._streams_of(index, piece)[shard]
-                    made = _local_feature(feature, placed, number, shard, tables[table_at[feature.table, number]].name)
-                    local = LocalFeature(stream, index, number, table_at[feature.table, number])
-                    found.append((local, made, placed.hierarchical and feature.pooling in SUMMED_POOLINGS))
+            placed, base = self.placement.by_name[feature.table], self.bases[index] if self.bases else 0
+            for number, shard, table in shards.get(feature.table, ()):
+                stream = self._streams_of(index, placed.pieces[number])[shard]
+                made = _local_feature(feature, placed, number, shard, tables[table].name, base)
+                local = LocalFeature(stream, index, number, table)
+                found.append((local, made, placed.hierarchical and feature.pooling in SUMMED_POOLINGS))
         if not found:
             return None
         found.sort(key=lambda entry: entry[2])  # stable: features of a table keep their order
@@ -274,15 +291,17 @@ def piece_name(placed: TablePlacement, number: int) -> str:
     return f"{placed.table.name}.{number}" if placed.columns_split else placed.table.name
 
 
-def _local_table(placed: TablePlacement, number: int, rank: int) -> TableSpec:
+def _local_table(placed: TablePlacement, number: int, shard: int) -> TableSpec:
     piece = placed.pieces[number]
-    rows = placed.rows(piece, piece.owners.index(rank))
+    rows = placed.rows(piece, shard)
     return replace(
         placed.table, name=piece_name(placed, number), num_embeddings=rows.capacity, embedding_dim=piece.width
     )
 
 
-def _local_feature(feature: FeatureSpec, placed: TablePlacement, number: int, shard: int, table: str) -> FeatureSpec:
+def _local_feature(
+    feature: FeatureSpec, placed: TablePlacement, number: int, shard: int, table: str, base: int
+) -> FeatureSpec:
     """Sums and maxima of what a shard holds; division, weights of rows and places in a bag are the sender's work."""
     name = f"{feature.name}.{number}" if placed.columns_split else feature.name
     if feature.pooling in SEQUENCE_POOLINGS:
@@ -293,5 +312,6 @@ def _local_feature(feature: FeatureSpec, placed: TablePlacement, number: int, sh
         return FeatureSpec(name, table, "none", padding_idx=padding)
     pooling: Pooling = "max" if feature.pooling == "max" else "sum"
     # A bag that one rank pools goes there as it is, so that its chunks of the canonical sum are what they were.
-    padding = feature.padding_idx if len(placed.pieces[number].owners) == 1 else None
+    whole = len(placed.pieces[number].owners) == 1
+    padding = feature.padding_idx + base if whole and feature.padding_idx is not None else None
     return FeatureSpec(name, table, pooling, feature.weighted, feature.hotness, padding)

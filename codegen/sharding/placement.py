@@ -126,6 +126,12 @@ def place(plan: ShardPlan, spec: CollectionSpec, world_size: int, node_size: int
             share = reads[table.name] * piece.width / table.embedding_dim / len(piece.owners)
             for owner in piece.owners:
                 loads[owner] += share
+        for number in range(len(one.pieces) if one.columns_split else 0):
+            if f"{table.name}.{number}" in known:
+                raise PlanError(
+                    f"shard plan: piece {number} of table {table.name!r} and table '{table.name}.{number}' would have "
+                    "the same name; rename one of the tables, or do not split the columns"
+                )
         placed[table.name] = one
     return Placement(spec, world_size, node_size, tuple(placed[table.name] for table in spec.tables))
 

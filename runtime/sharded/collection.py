@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from concurrent.futures import wait
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor
 from embforge.codegen.errors import PlanError, RankError
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.kinds import ShardPlan
-from embforge.codegen.sharding.placement import Piece, TablePlacement, place
+from embforge.codegen.sharding.memory import check_memory
+from embforge.codegen.sharding.placement import Piece, place
+from embforge.codegen.sharding.topology import Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.collection import BackendName, _backend, arch_of
@@ -31,17 +35,15 @@ from embforge.sharded.network import Network
 from embforge.sharded.norms import RowNorms, needs_norms, shared_rule
 from embforge.sharded.owner import Owner
 from embforge.sharded.replicas import Replicas
-from embforge.sharded.state import HeldShards
+from embforge.sharded.training import ShardedTraining
 from embforge.sharded.vectors import Vectors
 from embforge.sharded.wire import Wire
 from embforge.sharded.wiring import Base, Wiring
 from embforge.storage.static import StaticTable
-from embforge.training.facade import FusedOptimizer
 from embforge.training.numbers import drawn_seed
-from embforge.training.trainer import Trainer
 
 
-class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
+class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     """All lookups of a spec over ranks: a lookup kernel a rank, an exchange of ids and one of vectors for all tables.
 
     Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call
@@ -51,7 +53,9 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
     ranks, as DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and
     every gradient back, so that results and training equal the unsharded collection's bit by bit; "merge" sends equal
     ids once and adds up their gradients before they travel. `formats`: number formats on the wire. `node_size`: ranks a
-    node, if torchrun does not say. `timeout`: of the module's groups. All else is as in `EmbeddingCollection`.
+    node, if torchrun does not say. `timeout`: of the module's groups; None: as the given group's.
+    `topology`: whose memory a rank has; a table that does not fit is named before anything is allocated. What has the
+    name of an argument or method of `EmbeddingCollection` means the same.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         batch_size: int | None = None,
         node_size: int | None = None,
         timeout: timedelta | None = None,
+        topology: Topology | None = None,
         _bases: list[Base] | None = None,
     ) -> None:
         super().__init__()
@@ -89,10 +94,14 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         told = {
             "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates,
             "formats": asdict(self.formats), "bounds_check": bounds_check, "node_size": self._ranks.node_size,
+            "device": device.type,
             "bases": [asdict(base) for base in _bases or ()],
         }  # fmt: skip
         seed = self._agree(optimizer, wrong_argument(spec, plan, optimizer, bounds_check, duplicates), told)
-        self.geometry = Geometry(place(plan, spec, self._ranks.size, self._ranks.node_size))
+        placement = place(plan, spec, self._ranks.size, self._ranks.node_size)
+        if topology is not None:
+            check_memory(placement, optimizer.update, topology, batch_size or 0)
+        self.geometry = Geometry(placement, tuple(base.first for base in _bases or ()))
         forward, backward = self._wire_formats()
         self._norms = needs_norms(self.geometry, optimizer.update)
         local_optimizer = shared_rule(optimizer) if self._norms else optimizer
@@ -103,7 +112,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         }  # fmt: skip
         self._accumulate = accumulate
         local = self.geometry.locals[self._ranks.rank]
-        self.owner: Owner | None = None
+        self.owner = None
         if local is not None:
             has_hierarchical = local.hierarchical_width > 0
             self.owner = Owner(
@@ -130,7 +139,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
             Wire(backward, stage_plan, kernel_directory), stage_plan, kernel_directory,
         )  # fmt: skip
         self.network = Network(wiring, stage_plan, computed_in(forward), str(backend), arch, kernel_directory)
-        self.replicas: Replicas | None = None
+        self.replicas = None
         if self.geometry.replicated is not None:
             self.replicas = Replicas(self.geometry, self._wires, optimizer, accumulate, options)
         self._trainer = self._shared_trainer(optimizer, accumulate)
@@ -138,8 +147,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         if self._norms:
             rank, update = self._ranks.rank, optimizer.update
             self._row_norms = RowNorms(self.geometry, rank, self._wires, self.owner, update, device)
-        self._facade: FusedOptimizer | None = None
-        self.gradient_factor: Tensor | None = None
+        self.gradient_factor = None
         if average_gradients and self._ranks.size > 1:
             self.gradient_factor = torch.full((1,), 1 / self._ranks.size, dtype=torch.float32, device=device)
         self._draw(seed)
@@ -165,10 +173,11 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         """
         if isinstance(values, Distributed):
             return values
+        self.wait_for_ids()
         self._calls += 1
         try:
             batch: Any = normalise(self.spec, self._device, values, offsets, weights, lengths)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             batch = error
         done = self.distributor(batch, self._flags(batch), self._calls)
         if done.wants("trains") and done.wants("no_gradients"):
@@ -178,6 +187,15 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
                 "would wait for a backward that never comes; call under torch.no_grad() on all ranks or on none"
             )
         return done
+
+    def wait_for_ids(self) -> None:
+        """Lets an exchange of ids end that began earlier in another thread: ranks must begin them in the same order."""
+        pending = self.ids_on_their_way
+        if pending is not None and current_thread() is not pending[0]:
+            wait([pending[1]])
+
+    ids_on_their_way: tuple[Any, Any] | None = None
+    """The thread that exchanges ids ahead, and its future; see `PrefetchedBatches`."""
 
     def _flags(self, batch: Any) -> int:
         """What this rank wants of a call."""
@@ -356,74 +374,7 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         for numbers in self._all_numbers():
             numbers.seed(seed % 2**63)
 
-    # ---- Training -----------------------------------------------------------------------------------------
-
-    @property
-    def optimizer(self) -> FusedOptimizer | None:
-        """The fused optimizer as a torch.optim.Optimizer: for schedulers, GradScaler and training loops."""
-        if self._facade is None:
-            self._facade = self._trainer.facade(self)
-        return self._facade
-
-    def step(self) -> None:
-        """One update from all gradients since the last, if they accumulate. All ranks must call."""
-        if self._accumulate:
-            self._apply_gradients()
-
-    def after_backward(self) -> None:
-        """What gradients need that could not be used where they arose."""
-        if not self._accumulate:
-            self._apply_gradients()
-
-    def _apply_gradients(self) -> None:
-        if self._row_norms is not None:
-            self._row_norms.share()
-        if self.owner is not None and self.owner.module._trainer.accumulate:
-            self.owner.module.step()
-        if self.replicas is not None:
-            self.replicas.step(self.gradient_factor)
-
-    def drop_gradients(self) -> None:
-        """Forgets accumulated gradients."""
-        for module in self._modules_trained():
-            module.drop_gradients()
-
-    def use_grad_scaler(self, scaler: Any) -> None:
-        """As `EmbeddingCollection.use_grad_scaler`; what is not finite on one rank is skipped on all."""
-        self._trainer.use_scaler(scaler)
-        self._share_scale()
-
-    def has_grad_scaler(self) -> bool:
-        """Whether `use_grad_scaler` was called."""
-        return self._trainer.has_scaler
-
-    def verdict(self, gradients: list[Tensor]) -> Tensor:
-        """0, or infinite if a gradient of any rank is not finite and losses are scaled."""
-        found = torch.zeros(1, device=self._device)
-        if self._trainer._scales:
-            for gradient in gradients:
-                found = torch.where(gradient.isfinite().all(), found, torch.ones_like(found))
-            self._wires.all_reduce("verdict", found)
-        return torch.where(found > 0, torch.inf, 0.0)
-
-    def freeze(self, *tables: str) -> None:
-        """No more updates of these tables (of all, if none is named), until `unfreeze`. The same on every rank."""
-        self._set_trainable(tables, False)
-
-    def unfreeze(self, *tables: str) -> None:
-        """Trains these tables again (all, if none is named)."""
-        self._set_trainable(tables, True)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedEmbeddingCollection:
-        """Freezes or unfreezes all tables. A model's own `requires_grad_` finds parameters only, no sharded tables."""
-        self._set_trainable((), requires_grad)
-        return self
-
-    def training_rows(self) -> bool:
-        """Whether any table is trained."""
-        return any(table.trainable for module in self._modules_trained() for table in module._tables().values()) or (
-            not self._modules_trained()
-        )
+    # ---- About itself -------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
         """Bytes that this rank has sent to others since it was made (or `reset_counters`), by what they were."""
@@ -439,39 +390,14 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
         for module in self._modules_trained():
             module.check()
 
+    def close(self) -> None:
+        """Gives the module's process groups back. All ranks must call; the module cannot be called any more."""
+        self._ids.close()
+        self._wires.close()
+
     def extra_repr(self) -> str:
         kinds = sorted({kind.name for _, kind in self.plan.kinds})
         return f"rank {self._ranks.rank} of {self._ranks.size}, {', '.join(kinds)}, {len(self.spec.tables)} tables"
-
-    def _set_trainable(self, names: tuple[str, ...], wanted: bool) -> None:
-        for name in names or [table.name for table in self.spec.tables]:
-            self.spec.table(name)
-            placed = self.geometry.placement.by_name[name]
-            for held in _held_names(placed, self._ranks.rank):
-                self._table(held).set_trainable(wanted)
-
-    def _modules_trained(self) -> list[Any]:
-        return list(self._parts_trained().values())
-
-    def _parts_trained(self) -> dict[str, Any]:
-        """The collections that hold rows here, by what a state dict puts before their counters."""
-        found = {} if self.owner is None else {"": self.owner.module}
-        return found if self.replicas is None else {**found, "replicated.": self.replicas.module}
-
-    def _all_numbers(self) -> list[Any]:
-        return [module._trainer.numbers for module in self._modules_trained()] or [self._trainer.numbers]
-
-    def _shared_trainer(self, optimizer: Any, accumulate: bool) -> Trainer:
-        """One set of hyperparameters for all that this rank trains; each part counts its own updates."""
-        trainer = Trainer(optimizer, accumulate, self._device)
-        assert trainer.numbers is not None
-        for module in self._modules_trained():
-            module._trainer.numbers.hyper = trainer.numbers.hyper
-        return trainer
-
-    def _share_scale(self) -> None:
-        for module in self._modules_trained():
-            module._trainer._scaler = self._trainer._scaler
 
     # ---- Agreement ----------------------------------------------------------------------------------------
 
@@ -487,12 +413,6 @@ class ShardedEmbeddingCollection(EmptyCalls, HeldShards):
             rule = {"update": optimizer.update.to_dict(), "lr": float(optimizer.lr), "hyper": optimizer.hyper_values}
             facts = {"spec": self.spec.to_dict(), "plan": self.plan.to_dict(), "optimizer": rule, **options}
         return agree(self._ids, facts, wrong, drawn_seed())
-
-
-def _held_names(placed: TablePlacement, rank: int) -> list[str]:
-    if placed.replicated:
-        return [placed.table.name]
-    return [piece_name(placed, number) for number, piece in enumerate(placed.pieces) if rank in piece.owners]
 
 
 def _torch_name(dtype: str) -> str:

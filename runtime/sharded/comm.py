@@ -1,6 +1,6 @@
 """The collectives of sharded modules: one path for NCCL and gloo, which torch chooses by the tensors' device.
 
-All that travels is bytes (gloo knows fewer number formats than NCCL) in one call of `all_to_all_single` for all tables,
+What travels does so as bytes or words that gloo knows too, in one call of `all_to_all_single` for all tables,
 which on gloo is also by far the fastest collective. What gloo lacks is made here and nowhere else.
 """
 
@@ -35,7 +35,7 @@ class Ranks:
         self.size = len(self.global_ranks)
         self.rank = 0 if self.alone else self.global_ranks.index(dist.get_rank())
         self.node_size = node_size or mesh_node_size or _node_size_of_environment(self.size)
-        self.timeout = timeout
+        self.timeout = timeout or (None if self.alone else _timeout_of(group or dist.group.WORLD))
         self.given = group
 
     def new_group(self) -> Any:
@@ -51,13 +51,15 @@ class Ranks:
                 f"{error}"
             ) from error
 
-    def agree(self, facts: dict[str, Any], group: Any) -> list[dict[str, Any]]:
-        """Every rank's facts, by rank."""
-        if self.alone:
-            return [facts]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, facts, group=group)
-        return gathered
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long collectives of a group wait; None: torch does not say."""
+    for device in group._device_types:
+        options: Any = getattr(group._get_backend(device), "options", None)
+        found: timedelta | None = getattr(options, "_timeout", None)
+        if found is not None:
+            return found
+    return None
 
 
 def _group_of(given: Any) -> tuple[Any, int | None]:
@@ -170,7 +172,14 @@ class Exchange:
             self.call("rows", dist.broadcast, raw, self.ranks.global_ranks[rank])
         return tensor
 
+    def close(self) -> None:
+        """Gives the group back."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
     def count(self, name: str, sent: int) -> None:
+        """Adds to a counter."""
         self.counters[name] = self.counters.get(name, 0) + sent
 
     def call(self, name: str, collective: Any, *arguments: Any) -> None:

@@ -80,8 +80,11 @@ class Distributor:
         """
         failure = batch if isinstance(batch, Exception) else None
         own = self._nothing() if isinstance(batch, Exception) else batch
-        stages = stages_of(self._plans[own.values.dtype], self.kernels)
-        counted = self._count(stages, own)
+        try:
+            stages = stages_of(self._plans[own.values.dtype], self.kernels)
+            counted = self._count(stages, own)
+        except Exception as error:  # no compiler, no memory: the other ranks must hear of it
+            failure, counted = error, self._uncounted(own)
         header = self._header(counted, own, flags, call, failure)
         world, rank = self.wiring.geometry.world_size, self.wiring.rank
         sizes = self.wiring.header_sizes
@@ -163,6 +166,12 @@ class Distributor:
             divisor_width=wiring.divisor_width,
         )
         return _Counted(lengths, slots, divisors, header, mistake)
+
+    def _uncounted(self, batch: Batch) -> _Counted:
+        """What a rank has to tell that could not count."""
+        none = batch.values.new_zeros(0)
+        header = batch.values.new_zeros(self.wiring.header_words, dtype=torch.int64)
+        return _Counted(none, none, none, header, batch.values.new_zeros(_VALUE + 1, dtype=torch.int64))
 
     def _exchange_ids(
         self, stages: Stages, batch: Batch, counted: _Counted, sent: Numbers, received: Numbers, samples: Numbers

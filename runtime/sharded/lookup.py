@@ -36,7 +36,7 @@ class ShardedLookup(torch.autograd.Function):
 
 def run_forward(module: Any, done: Distributed, keep: bool) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
     """Pooled, the rows of features that are not pooled, and what a backward needs."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] = {"updates": module.updates}
     pooled = sequence = None
     if module.owner is not None:
         found = module.owner.forward(done.local, keep)
@@ -64,18 +64,26 @@ def run_backward(
     the given weights, if any rank wants that."""
     grad = grad.contiguous()
     given = dict(zip(module.sequence_features, grad_sequences, strict=True))
-    verdict = module.verdict([grad, *(g for g in grad_sequences if g is not None)])
-    if not bool(verdict.isfinite()):
-        return verdict, None
     network, vectors, factor = module.network, module.vectors, module.gradient_factor
+    if done.wants("weight_gradient"):
+        module.check_rows(kept["updates"])
     rows: list[Tensor] = []
     batch = gradients = None
     if network.sequence_spec is not None:
         batch = network.sequence_batch(done)
         gradients = network.sequence_gradients(done, grad, given)
         rows = network.row_gradients(done, batch, gradients, kept["rows"], factor)
+        rows = [part.to(vectors.backward_wire.dtype) for part in rows]
     room = vectors.room(done)
     network.backward(done, grad, kept["source_winners"], room, factor)
+    verdict = torch.zeros(1, device=grad.device)
+    if module.scales:
+        # What is looked at is what travels: a narrow format may overflow where the gradient does not.
+        looked_at = [grad, *(g for g in grad_sequences if g is not None), *rows, room.partials]
+        verdict = module.verdict(looked_at if room.own is None else [*looked_at, room.own])
+        if not bool(verdict.isfinite()):
+            module.after_backward(spoilt=True)
+            return verdict, None
     pooled, sequence = vectors.to_owners(done, room, rows)
     local = None
     if module.owner is not None:
@@ -85,9 +93,11 @@ def run_backward(
         from embforge.sharded.weight_gradients import weight_gradients
 
         weight_gradient = weight_gradients(module, done, kept, grad, saved[0], local, batch, gradients, given)
+    if not module.training_rows():
+        return verdict, weight_gradient
     if module.owner is not None:
         module.owner.update(done.local, local)
     if module.replicas is not None:
         module.replicas.backward(done, kept, grad, given)
-    module.after_backward()
+    module.after_backward(spoilt=False)
     return verdict, weight_gradient

@@ -32,7 +32,7 @@ from embforge.launch.metadata import metadata_of, update_metadata_of
 from embforge.launch.stages import stages_of
 from embforge.sharded.buffers import Buffers
 from embforge.sharded.distribute import Distributed
-from embforge.sharded.vectors import Arrived, Room
+from embforge.sharded.vectors import ALIGNMENT, Arrived, Room
 from embforge.sharded.wiring import Wiring
 
 MOST_PLACED = 64
@@ -283,7 +283,7 @@ class Network:
 
 def _laid_out(placed: TableLayout, rows: Tensor) -> Tensor:
     """Rows as kernels expect them: padded as the layout says, and an address even of no rows."""
-    if rows.shape[0] and placed.stride_elements == rows.shape[1]:
+    if rows.shape[0] and placed.stride_elements == rows.shape[1] and rows.data_ptr() % ALIGNMENT == 0:
         return rows
     block = rows.new_zeros((max(1, rows.shape[0]), placed.stride_elements))[:, : rows.shape[1]]
     block[: rows.shape[0]] = rows

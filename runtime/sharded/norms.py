@@ -30,12 +30,17 @@ FOLDS = ("sum", "mean", "norm")
 
 
 def needs_norms(geometry: Geometry, update: Update) -> bool:
-    """Whether a row's number must be put together from several ranks."""
-    split = any(
-        len({owner for piece in placed.pieces for owner in piece.owners}) > 1 and placed.columns_split
-        for placed in geometry.placement.tables
-    )
-    return split and bool(program_of(update.rule).reductions)
+    """Whether a row's number must be put together from several pieces. `RuleError` if they cannot be."""
+    if not program_of(update.rule).reductions:
+        return False
+    split = [placed for placed in geometry.placement.tables if placed.columns_split]
+    for placed in split:
+        if len({len(piece.owners) for piece in placed.pieces}) > 1:
+            raise RuleError(
+                f"table {placed.table.name!r}: pieces of its columns lie on different numbers of ranks, which a rule "
+                "that reduces rows does not allow; choose a number of pieces that divides that of the ranks"
+            )
+    return bool(split)
 
 
 def shared_rule(optimizer: Any) -> Any:
@@ -224,11 +229,6 @@ def _held(geometry: Geometry, rank: int) -> list[_Held]:
         for number, piece in enumerate(placed.pieces):
             if rank not in piece.owners:
                 continue
-            if len({len(other.owners) for other in placed.pieces}) > 1:
-                raise RuleError(
-                    f"table {placed.table.name!r}: pieces of its columns lie on different numbers of ranks, which "
-                    "a rule that reduces rows does not allow; choose a number of pieces that divides that of the ranks"
-                )
             shard = piece.owners.index(rank)
             peers = frozenset(other.owners[shard] for other in placed.pieces) - {rank}
             found.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import current_thread
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ class PrefetchedBatches:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with ThreadPoolExecutor(1, thread_name_prefix="embforge-ids") as pool:
             waiting: tuple[Any, Future[Any]] | None = None
+            thread = pool.submit(current_thread).result()
             for item in self.batches:
                 coming = (item, pool.submit(self._exchange, item, torch.is_grad_enabled(), stream, self._now()))
+                self.module.ids_on_their_way = thread, coming[1]
                 if waiting is not None:
                     yield waiting[0], self._arrived(waiting[1])
                 waiting = coming
@@ -50,13 +53,15 @@ class PrefetchedBatches:
 
     def _exchange(self, item: Any, gradients: bool, stream: Any, made: Any) -> tuple[Distributed, Any]:
         given = item if self.arguments is None else self.arguments(item)
-        positional = given if isinstance(given, tuple) else (given,)
+        positional, named = (given if isinstance(given, tuple) else (given,)), {}
+        if isinstance(given, dict):
+            positional, named = (), given
         with torch.set_grad_enabled(gradients):
             if stream is None:
-                return self.module.distribute(*positional), None
+                return self.module.distribute(*positional, **named), None
             with torch.cuda.stream(stream):
                 stream.wait_event(made)
-                done = self.module.distribute(*positional)
+                done = self.module.distribute(*positional, **named)
                 return done, stream.record_event()
 
     def _arrived(self, coming: Future[Any]) -> Distributed:
@@ -65,7 +70,8 @@ class PrefetchedBatches:
         if event is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(event)
-            kept = [done.lengths, done.divisors, done.slots, *(done.local[:3] if done.local is not None else ())]
+            kept = [done.lengths, done.divisors, done.slots, *done.given[:3]]
+            kept += done.local[:3] if done.local is not None else ()
             for tensor in kept:  # made on the other stream: its memory must not be given away while this one reads it
                 if tensor is not None:
                     tensor.record_stream(current)

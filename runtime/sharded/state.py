@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embforge.codegen.sharding.geometry import Geometry, piece_name
+from embforge.codegen.sharding.placement import TablePlacement
 from embforge.sharded.comm import Ranks
 from embforge.storage.static import StaticTable
 from embforge.training.trained import _wrong_counter
@@ -143,3 +144,10 @@ class HeldShards(nn.Module):
             "make another one with the same arguments on every rank and give it state_dict() (this rank's shards), or "
             "take whole tables with full(table)"
         )
+
+
+def held_names(placed: TablePlacement, rank: int) -> list[str]:
+    """What a rank holds of a table, as its own collection calls it."""
+    if placed.replicated:
+        return [placed.table.name]
+    return [piece_name(placed, number) for number, piece in enumerate(placed.pieces) if rank in piece.owners]

@@ -26,6 +26,8 @@ from embforge.sharded.formats import PACKED, direct_widths, row_bytes
 from embforge.sharded.wire import Wire
 from embforge.sharded.wiring import Wiring
 
+ALIGNMENT = 32
+"""Bytes of the widest load."""
 POOLED = -1
 """The key of the section of pooled columns; others are features of the owner's collection."""
 
@@ -101,7 +103,7 @@ class Vectors:
         stream = local.features[index].stream
         if source == self.rank:
             return int(done.sent[stream])
-        return int(done.received[source, self.wiring.geometry.streams_to[self.rank].index(stream)])
+        return int(done.received[source, self.wiring.stream_numbers[stream]])
 
     def sections(self, done: Distributed, owner: int, source: int, with_own: bool = False) -> list[Section]:
         """What travels between an owner of rows and a source of samples; what a rank has for itself only `with_own`."""
@@ -258,7 +260,8 @@ class Vectors:
                 if rank != self.rank:
                     rows.copy_(wire.decode(came[rank][POOLED], done.samples[rank], self.widths[self.rank]))
         if hierarchical is not None:
-            pooled = hierarchical if pooled is None else torch.cat([pooled, hierarchical.to(pooled.dtype)], dim=1)
+            behind = hierarchical.to(wire.dtype)
+            pooled = behind if pooled is None else torch.cat([pooled, behind], dim=1)
         sequence = []
         for index in self.sequence_locals[self.rank]:
             count = sum(section.rows for shape in shapes for section in shape if section.key == index)
@@ -266,7 +269,7 @@ class Vectors:
             sequence.append(wire.decode(parts, count, [local.layout.features[index].dim]).view(-1))
         if pooled is None:
             pooled = torch.empty((done.total, 0), dtype=wire.dtype, device=self.wiring.device)
-        return pooled, _joined(sequence, self.wiring.device, wire.dtype) if sequence else None
+        return pooled, _aligned(_joined(sequence, self.wiring.device, wire.dtype)) if sequence else None
 
     def _outgoing(self, done: Distributed, room: Room, sequences: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         """Bytes for every owner, by section."""
@@ -392,6 +395,11 @@ class Vectors:
             divisor_width=0,
             winner_width=0,
         )
+
+
+def _aligned(numbers: Tensor) -> Tensor:
+    """Where kernels may load whole vectors; sections of a block begin anywhere."""
+    return numbers if numbers.data_ptr() % ALIGNMENT == 0 else numbers.clone()
 
 
 def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -45,6 +45,8 @@ def _from_owners(module: Any, done: Distributed, local: Gradients | None) -> dic
     out: list[list[Tensor]] = [[] for _ in range(world)]
     if local is not None and module.owner is not None and mine:
         products = module.owner.weight_gradient(done.local, local)
+        if module.gradient_factor is not None:  # these are gradients of one rank's numbers, which nobody averages
+            products = products / module.gradient_factor
         parts = products.split(list(done.local.rows_per_feature))  # type: ignore[union-attr, arg-type]
         numbers = {stream: number for number, stream in enumerate(geometry.streams_to[rank])}
         for stream in mine:
@@ -108,8 +110,7 @@ def _correct(
         return
     divisor = done.divisors[:, column]
     columns = slice(placed.column, placed.column + placed.width)
-    factor = 1.0 if module.gradient_factor is None else module.gradient_factor
-    product = (grad[:, columns].float() * pooled[:, columns].float()).sum(1) * factor
+    product = (grad[:, columns].float() * pooled[:, columns].float()).sum(1)
     squared = placed.feature.pooling == "sqrtn"
     share = torch.where(divisor != 0, product / (divisor * divisor if squared else divisor), 0.0)
     lengths = given.offsets[feature * size : (feature + 1) * size + 1].diff()

@@ -198,15 +198,19 @@ class Wiring:
         return [np.array(streams, dtype=np.int64) for streams in found]
 
     @cached_property
+    def stream_numbers(self) -> dict[int, int]:
+        """Of each stream that comes here its number among them."""
+        return {stream: number for number, stream in enumerate(self.geometry.streams_to[self.rank])}
+
+    @cached_property
     def own_streams(self) -> tuple[Numbers, Any, Any]:
         """Of each feature of this rank's own collection: its stream among those that come here; whether it is
         pooled, and
         weighted, `[features, 1]` each."""
         local = self.geometry.locals[self.rank]
         features = () if local is None else local.features
-        numbers = {stream: number for number, stream in enumerate(self.geometry.streams_to[self.rank])}
         streams = [self.geometry.streams[feature.stream] for feature in features]
-        columns = np.array([numbers[feature.stream] for feature in features], dtype=np.int64)
+        columns = np.array([self.stream_numbers[feature.stream] for feature in features], dtype=np.int64)
         pooled = np.array([not stream.sequence for stream in streams], dtype=bool)[:, None]
         return columns, pooled, np.array([stream.weighted for stream in streams], dtype=bool)[:, None]
 

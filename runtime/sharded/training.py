@@ -1,0 +1,166 @@
+"""How a sharded collection is trained: by whom, when, and by all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from embforge.sharded.comm import Exchange
+from embforge.sharded.norms import RowNorms
+from embforge.sharded.owner import Owner
+from embforge.sharded.replicas import Replicas
+from embforge.sharded.state import HeldShards, held_names
+from embforge.training.calls import ROWS_CHANGED
+from embforge.training.facade import FusedOptimizer
+from embforge.training.trainer import Trainer
+
+
+class ShardedTraining(HeldShards):
+    """What a user does with the optimizer, and what a backward ends with. Every method is called on all ranks alike."""
+
+    spec: Any
+    owner: Owner | None
+    replicas: Replicas | None
+    gradient_factor: Tensor | None
+    _ids: Exchange
+    _wires: Exchange
+    _trainer: Trainer
+    _row_norms: RowNorms | None
+    _facade: FusedOptimizer | None = None
+    _accumulate: bool
+    _waiting = 0
+    """Backward passes whose gradients wait: the same on every rank, whatever it holds."""
+    _spoilt = False
+    """Whether one of them had gradients that are not finite."""
+    updates = 0
+    """Updates done."""
+
+    @property
+    def optimizer(self) -> FusedOptimizer | None:
+        """The fused optimizer as a torch.optim.Optimizer: for schedulers, GradScaler and training loops."""
+        if self._facade is None:
+            self._facade = self._trainer.facade(self)
+        return self._facade
+
+    def step(self) -> None:
+        """One update from all gradients since the last, if they accumulate; nothing if there are none."""
+        if self._accumulate:
+            self._apply_gradients()
+
+    def after_backward(self, spoilt: bool) -> None:
+        """A backward pass is over: its gradients are used, or wait for `step`, or are `spoilt` and must not be."""
+        self._waiting += 1
+        self._spoilt |= spoilt
+        if not self._accumulate:
+            self._apply_gradients()
+
+    def _apply_gradients(self) -> None:
+        if not self._waiting:
+            return
+        if self._spoilt:
+            self.drop_gradients()
+            return
+        self._waiting = 0
+        if self._row_norms is not None:
+            self._row_norms.share()
+        if self.owner is not None and self.owner.module._trainer.accumulate:
+            self.owner.module.step()
+        if self.replicas is not None:
+            self.replicas.step(self.gradient_factor)
+        self.updates += 1
+        numbers = self._trainer.numbers
+        assert numbers is not None
+        increment_version(numbers.counters)  # by which a forward that is repeated knows that rows have changed
+
+    def drop_gradients(self) -> None:
+        """Forgets accumulated gradients."""
+        self._waiting, self._spoilt = 0, False
+        for module in self._modules_trained():
+            module.drop_gradients()
+
+    def check_rows(self, updates: int) -> None:
+        """Refuses what needs the rows that a forward read, if they have changed since; on all ranks alike."""
+        if updates != self.updates:
+            raise RuntimeError(ROWS_CHANGED)
+
+    def use_grad_scaler(self, scaler: Any) -> None:
+        """As `EmbeddingCollection.use_grad_scaler`; what is not finite on one rank is skipped on all."""
+        self._trainer.use_scaler(scaler)
+        self._share_scale()
+
+    def has_grad_scaler(self) -> bool:
+        """Whether `use_grad_scaler` was called."""
+        return self._trainer.has_scaler
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled, so that gradients must be looked at."""
+        return self._trainer._scales
+
+    def verdict(self, gradients: list[Tensor]) -> Tensor:
+        """0, or infinite if a number on any rank is not finite."""
+        found = torch.zeros(1, device=self._device)
+        for gradient in gradients:
+            found = torch.where(gradient.isfinite().all(), found, torch.ones_like(found))
+        self._wires.all_reduce("verdict", found)
+        return torch.where(found > 0, torch.inf, 0.0)
+
+    def seed(self, seed: int) -> None:
+        """Makes stochastic rounding reproducible, on this number of ranks."""
+        self._trainer.seed(seed)
+        for module in self._modules_trained():
+            module.seed(seed)
+
+    def freeze(self, *tables: str) -> None:
+        """No more updates of these tables (of all, if none is named), until `unfreeze`."""
+        self._set_trainable(tables, False)
+
+    def unfreeze(self, *tables: str) -> None:
+        """Trains these tables again (all, if none is named)."""
+        self._set_trainable(tables, True)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTraining:
+        """Freezes or unfreezes all tables. A model's own `requires_grad_` finds parameters only, no sharded tables."""
+        self._set_trainable((), requires_grad)
+        return self
+
+    def training_rows(self) -> bool:
+        """Whether any table is trained, wherever it lies."""
+        return len(self._frozen) < len(self.spec.tables)
+
+    def _set_trainable(self, names: tuple[str, ...], wanted: bool) -> None:
+        for name in names or [table.name for table in self.spec.tables]:
+            self.spec.table(name)
+            self._frozen = self._frozen - {name} if wanted else self._frozen | {name}
+            placed = self.geometry.placement.by_name[name]
+            for held in held_names(placed, self._ranks.rank):
+                self._table(held).set_trainable(wanted)
+
+    _frozen: frozenset[str] = frozenset()
+    """Tables that are not trained, whoever holds them."""
+
+    def _modules_trained(self) -> list[Any]:
+        return list(self._parts_trained().values())
+
+    def _parts_trained(self) -> dict[str, Any]:
+        """The collections that hold rows here, by what a state dict puts before their counters."""
+        found = {} if self.owner is None else {"": self.owner.module}
+        return found if self.replicas is None else {**found, "replicated.": self.replicas.module}
+
+    def _all_numbers(self) -> list[Any]:
+        return [module._trainer.numbers for module in self._modules_trained()] or [self._trainer.numbers]
+
+    def _shared_trainer(self, optimizer: Any, accumulate: bool) -> Trainer:
+        """One set of hyperparameters for all that this rank trains; each part counts its own updates."""
+        trainer = Trainer(optimizer, accumulate, self._device)
+        assert trainer.numbers is not None
+        for module in self._modules_trained():
+            module._trainer.numbers.hyper = trainer.numbers.hyper
+        return trainer
+
+    def _share_scale(self) -> None:
+        for module in self._modules_trained():
+            module._trainer._scaler = self._trainer._scaler

@@ -7,9 +7,10 @@ regroup  what came in, in the order of a lookup over the samples of all ranks
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from embforge.sharded.wiring import FIXED, Numbers, Wiring
 _MISTAKE, _FEATURE, _SAMPLE, _POSITION, _VALUE, _BATCH, _FLAGS, _CALL = range(FIXED)
 REFUSED = MISTAKES.index("REFUSED") + 1
 BAD_ID = MISTAKES.index("BAD_ID") + 1
+MOST_KNOWN = 64
+"""Different sizes of batches that are remembered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +75,7 @@ class Distributor:
     merge: bool
     """Whether an id that occurs several times in a sequence is sent once."""
     kernels: str | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, batch: Batch | Exception, flags: int, call: int) -> Distributed:
         """`batch`: or why there is none; then every rank raises, this one that very error.
@@ -109,7 +113,7 @@ class Distributor:
             counted.lengths,
             counted.divisors,
             counted.slots,
-            self._regroup(stages, words_in, incoming, told[:, FIXED:], samples),
+            self._regroup(stages, words_in, incoming),
             tuple(border_list) if own.batch else (0,) * (features + 1),
             int(np.bitwise_or.reduce(told[:, _FLAGS])),
         )
@@ -175,19 +179,14 @@ class Distributor:
 
     def _exchange_ids(
         self, stages: Stages, batch: Batch, counted: _Counted, sent: Numbers, received: Numbers, samples: Numbers
-    ) -> tuple[Tensor, Any]:
-        wiring, rank = self.wiring, self.wiring.rank
-        index = wiring.sending.index
-        counts = np.where(index >= 0, sent[index] if len(sent) else 0, 0)
-        outgoing = wiring.sending.blocks(counts, np.full(len(index), batch.batch, dtype=np.int64))
-        places = np.zeros((len(sent), len(PLACE_WORDS)), dtype=np.int64)
-        known = index >= 0
-        for word, found in enumerate((outgoing.ids_at, outgoing.lengths_at, outgoing.weights_at)):
-            places[index[known], word] = found[known]
-        for streams in wiring.sequence_streams:
-            places[streams, PLACE_WORDS.index("base")] = np.cumsum(sent[streams]) - sent[streams]
-        device = batch.values.device
-        words = torch.empty(int(outgoing.sizes.sum()), dtype=torch.int32, device=device)
+    ) -> tuple[Tensor, _Incoming]:
+        """The words that came in, and where in them what is."""
+        wiring = self.wiring
+        outgoing = self._remembered(("out", sent.tobytes(), batch.batch), lambda: self._outgoing(sent, batch.batch))
+        incoming = self._remembered(
+            ("in", received.tobytes(), samples.tobytes()), lambda: self._incoming(received, samples)
+        )
+        words = torch.empty(sum(outgoing.sizes), dtype=torch.int32, device=batch.values.device)
         stages.run(
             "fill",
             features=wiring.features,
@@ -199,7 +198,7 @@ class Distributor:
             weights=batch.weights,
             lengths=counted.lengths,
             slots=counted.slots,
-            places=_to(places, device),
+            places=outgoing.places,
             words=words,
             num_features=len(wiring.geometry.spec.features),
             num_bucketings=wiring.num_bucketings,
@@ -208,52 +207,72 @@ class Distributor:
             bounds=BOUNDS_CHECKS.index(self.bounds_check),
             merge=int(self.merge),
         )
-        incoming = wiring.receiving.blocks(received, samples)
-        send_sizes, receive_sizes = outgoing.sizes.tolist(), incoming.sizes.tolist()
-        assert wiring.geometry.world_size > 1 or send_sizes == receive_sizes, rank
-        return self.exchange.all_to_all("ids", words, send_sizes, receive_sizes), incoming
+        return self.exchange.all_to_all("ids", words, outgoing.sizes, incoming.sizes), incoming
 
-    def _regroup(
-        self, stages: Stages, words: Tensor, incoming: Any, received: Numbers, samples: Numbers
-    ) -> Batch | None:
-        geometry, rank = self.wiring.geometry, self.wiring.rank
-        local = geometry.locals[rank]
-        if local is None:
-            return None
+    def _remembered(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What sizes alone decide: batches of a training loop often have those of an earlier one."""
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            found = self._known.setdefault(key, make())
+        return found
+
+    def _outgoing(self, sent: Numbers, size: int) -> _Outgoing:
+        index = self.wiring.sending.index
+        counts = np.where(index >= 0, sent[index] if len(sent) else 0, 0)
+        blocks = self.wiring.sending.blocks(counts, np.full(len(index), size, dtype=np.int64))
+        places = np.zeros((len(sent), len(PLACE_WORDS)), dtype=np.int64)
+        known = index >= 0
+        for word, found in enumerate((blocks.ids_at, blocks.lengths_at, blocks.weights_at)):
+            places[index[known], word] = found[known]
+        for streams in self.wiring.sequence_streams:
+            places[streams, PLACE_WORDS.index("base")] = np.cumsum(sent[streams]) - sent[streams]
+        return _Outgoing(_to(places, self.wiring.device), blocks.sizes.tolist())
+
+    def _incoming(self, received: Numbers, samples: Numbers) -> _Incoming:
+        blocks = self.wiring.receiving.blocks(received, samples)
         total = int(samples.sum())
         columns, pooled, weighted = self.wiring.own_streams
         counts = received[:, columns].T  # [features, ranks]
         flat = counts.reshape(-1)
         found = {
-            "ids_from": incoming.ids_at[:, columns].T,
+            "ids_from": blocks.ids_at[:, columns].T,
             "count": counts,
             "values_to": (np.cumsum(flat) - flat).reshape(counts.shape),
-            "lengths_from": np.where(pooled, incoming.lengths_at[:, columns].T, -1),
+            "lengths_from": np.where(pooled, blocks.lengths_at[:, columns].T, -1),
             "samples": np.broadcast_to(samples, counts.shape),
             "offsets_to": 1 + np.arange(len(columns))[:, None] * total + (np.cumsum(samples) - samples)[None],
-            "weights_from": np.where(weighted, incoming.weights_at[:, columns].T, -1),
+            "weights_from": np.where(weighted, blocks.weights_at[:, columns].T, -1),
         }
         segments = np.stack([found[word].reshape(-1) for word in SEGMENT_WORDS], axis=1)
-        dtype = torch.int64 if geometry.wide_ids else torch.int32
-        count = int(flat.sum())
+        sizes = blocks.sizes.tolist()
+        return _Incoming(_to(segments, self.wiring.device), sizes, total, tuple(counts.sum(1).tolist()))
+
+    def _regroup(self, stages: Stages, words: Tensor, incoming: _Incoming) -> Batch | None:
+        geometry, rank = self.wiring.geometry, self.wiring.rank
+        if geometry.locals[rank] is None:
+            return None
+        count, total = sum(incoming.per_feature), incoming.samples
         if not geometry.wide_ids and count >= 2**31:
             raise ValueError(
                 f"batch: {count} ids for the rows of rank {rank} are too many for one call; split the batch"
             )
+        dtype = torch.int64 if geometry.wide_ids else torch.int32
         values = words.new_empty(count, dtype=dtype)
-        offsets = words.new_empty(len(columns) * total + 1, dtype=dtype)
-        weights = words.new_empty(count, dtype=torch.float32) if weighted.any() else None
+        offsets = words.new_empty(len(incoming.per_feature) * total + 1, dtype=dtype)
+        weighted = bool(self.wiring.own_streams[2].any())
+        weights = words.new_empty(count, dtype=torch.float32) if weighted else None
         stages.run(
             "regroup",
-            segments=_to(segments, words.device),
+            segments=incoming.segments,
             words=words,
             values=values,
             offsets=offsets,
             weights=weights,
-            num_segments=len(segments),
+            num_segments=len(incoming.segments),
         )
-        per_feature = tuple(counts.sum(1).tolist())
-        return Batch(values, offsets, weights, total, per_feature)
+        return Batch(values, offsets, weights, total, incoming.per_feature)
 
     def _nothing(self) -> Batch:
         device = self.wiring.device
@@ -298,6 +317,23 @@ class Distributor:
             f"{where}feature {feature.name!r}, sample {words[_SAMPLE]}: {said} ({words[_VALUE]}, {words[_POSITION]}); "
             "its own output says more"
         )
+
+
+class _Outgoing(NamedTuple):
+    """Where ids go in the blocks that are sent, and how long those are."""
+
+    places: Tensor
+    sizes: list[int]
+
+
+class _Incoming(NamedTuple):
+    """What blocks that come in hold, and how long they are."""
+
+    segments: Tensor
+    sizes: list[int]
+    samples: int
+    per_feature: tuple[int, ...]
+    """Ids of each feature of this rank's own collection."""
 
 
 @dataclass(frozen=True, eq=False)

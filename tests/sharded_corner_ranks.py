@@ -1,0 +1,245 @@
+"""What the ranks of tests/test_sharded_corners.py do: each function returns what its test asserts on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import embforge as ef
+from embforge.sharded import (
+    ColumnWise,
+    DataParallel,
+    DistributedSparseEmbedding,
+    Formats,
+    Hierarchical,
+    PrefetchedBatches,
+    RowWise,
+    ShardedEmbeddingCollection,
+    ShardPlan,
+    TableWise,
+)
+
+OPTIONS: dict[str, Any] = {"backend": "reference", "timeout": timedelta(seconds=20)}
+ROWS, DIM = 4, 4
+
+
+def spec_of(pooling: Any = "sum", weighted: bool = False) -> ef.CollectionSpec:
+    table = ef.TableSpec("a", ROWS, DIM)
+    return ef.CollectionSpec((table,), (ef.FeatureSpec("f", "a", pooling, weighted),))
+
+
+def two_tables() -> ef.CollectionSpec:
+    tables = (ef.TableSpec("a", ROWS, DIM), ef.TableSpec("b", ROWS, DIM))
+    return ef.CollectionSpec(tables, (ef.FeatureSpec("fa", "a"), ef.FeatureSpec("fb", "b")))
+
+
+def made(spec: ef.CollectionSpec, kinds: dict[str, Any], optimizer: Any = None, **options: Any) -> Any:
+    """A sharded collection whose rows are all ones."""
+    optimizer = optimizer or ef.optim.SGD(lr=1.0)
+    module = ShardedEmbeddingCollection(spec, ShardPlan(kinds), optimizer=optimizer, **(OPTIONS | options))
+    module.load_full({table.name: torch.ones(table.num_embeddings, table.embedding_dim) for table in spec.tables})
+    return module
+
+
+def offsets(*lengths: int) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def row_rules_on_pieces_of_one_rank(rank: int, size: int) -> dict[str, float]:
+    """Largest difference from the unsharded collection, by optimizer and plan."""
+    found = {}
+    for optimizer in (ef.optim.RowwiseAdagrad(lr=0.1), ef.optim.LAMB(lr=0.1), ef.optim.SGD(lr=0.1, max_row_norm=0.1)):
+        for kind in (ColumnWise(2), ColumnWise(2, (size - 1,)), ColumnWise(4)):
+            spec = spec_of()
+            module = made(spec, {"a": kind}, optimizer)
+            alone = ef.EmbeddingCollection(spec, optimizer=optimizer, backend="reference")
+            alone.weight("a").fill_(1.0)
+            factors = torch.arange(1.0, 1 + DIM)
+            for _ in range(3):
+                (module(torch.tensor([0, 1]), offsets(1, 1)) * factors).pow(2).sum().backward()
+                ids = torch.tensor([0, 1] * size)
+                (alone(ids, offsets(*[1] * 2 * size)) * factors).pow(2).sum().backward()
+            apart = (module.full("a") - alone.weight("a")).abs().max()
+            found[f"{type(optimizer).__name__} {kind}"] = float(apart)
+    return found
+
+
+def hierarchical_gradients_in_two_bytes(rank: int, size: int, backend: str) -> list[Any]:
+    found = []
+    for format_ in (None, "bf16", "fp16"):
+        formats = Formats(backward=format_)  # type: ignore[arg-type]
+        module = made(spec_of(), {"a": Hierarchical()}, node_size=1, formats=formats, backend=backend)
+        module(torch.tensor([0, 1]), offsets(1, 1)).sum().backward()
+        found.append(module.full("a").tolist())
+    return found
+
+
+def rows_that_come_behind_odd_columns(rank: int, size: int, backend: str) -> tuple[bool, float]:
+    tables = (ef.TableSpec("a", 4, 5), ef.TableSpec("b", 6, 4))
+    spec = ef.CollectionSpec(tables, (ef.FeatureSpec("fa", "a"), ef.FeatureSpec("fb", "b", "none")))
+    module = made(spec, {"a": TableWise(1), "b": TableWise(1)}, backend=backend)
+    rows = torch.arange(24.0).view(6, 4)
+    module.load_full({"b": rows})
+    found = module.forward_dict(torch.tensor([0, 1, 2, 3, 5]), offsets(1, 1, 1, 1, 1, 0))
+    (found["fa"].sum() + found["fb"].sum()).backward()
+    return torch.equal(found["fb"], rows[[3, 5]]), float(module.full("b")[3, 0])
+
+
+def padding_of_a_fused_table(rank: int, size: int) -> list[float]:
+    tables = (ef.TableSpec("a", ROWS, DIM), ef.TableSpec("b", ROWS, DIM))
+    features = (ef.FeatureSpec("fa", "a"), ef.FeatureSpec("fb", "b", padding_idx=1))
+    module = DistributedSparseEmbedding(ef.CollectionSpec(tables, features), optimizer=ef.optim.SGD(lr=1.0), **OPTIONS)
+    numbered = torch.arange(1.0, 5.0)[:, None].expand(ROWS, DIM).contiguous()
+    module.load_full({"a": torch.zeros(ROWS, DIM), "b": numbered})
+    found: list[float] = module(torch.tensor([0, 1, 2]), offsets(1, 2))[0, DIM:].tolist()
+    return found
+
+
+def gradients_that_overflow_on_the_wire(rank: int, size: int) -> tuple[bool, float]:
+    module = made(two_tables(), {"a": TableWise(0), "b": TableWise(1)}, formats=Formats(backward="fp16"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    module.use_grad_scaler(scaler)
+    out = module(torch.tensor([0, 1]), offsets(1, 1))
+    scaler.scale(out[:, :DIM].sum() + 0.01 * out[:, DIM:].sum()).backward()
+    scaler.step(module.optimizer)
+    scaler.update()
+    untouched = all(bool((module.full(table) == 1).all()) for table in ("a", "b"))
+    return untouched, scaler.get_scale()
+
+
+def a_spoilt_pass_among_accumulated_ones(rank: int, size: int) -> list[tuple[float, float]]:
+    found = []
+    for kind in (RowWise(), DataParallel()):
+        module = made(spec_of(), {"a": kind}, accumulate=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        module.use_grad_scaler(scaler)
+        batch = torch.tensor([0]), offsets(1)
+        scaler.scale(module(*batch).sum()).backward()
+        scaler.scale((module(*batch) * float("inf")).sum()).backward()
+        scaler.step(module.optimizer)
+        scaler.update()
+        found.append((float(module.full("a")[0, 0]), scaler.get_scale()))
+    return found
+
+
+def gradients_of_weights_are_not_averaged(rank: int, size: int) -> list[list[float]]:
+    found = []
+    for kind in (RowWise(), TableWise(0), DataParallel()):
+        for pooling in ("sum", "none"):
+            module = made(spec_of(pooling, weighted=True), {"a": kind}, average_gradients=True)
+            weights = torch.ones(2, requires_grad=True)
+            module.forward_dict(torch.tensor([0, 1]), offsets(2), weights)["f"].sum().backward()
+            assert weights.grad is not None
+            found.append(weights.grad.tolist())
+    return found
+
+
+def weights_after_rows_have_changed(rank: int, size: int) -> str:
+    module = made(spec_of(weighted=True), {"a": RowWise()})
+    batch = torch.tensor([0, 1]), offsets(2)
+    first, second = (module(*batch, torch.ones(2, requires_grad=True)) for _ in range(2))
+    first.sum().backward()
+    try:
+        second.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def recomputed_forwards(rank: int, size: int) -> str:
+    module = made(spec_of(), {"a": RowWise()})
+    batch = torch.tensor([0]), offsets(1)
+    parts = [checkpoint(lambda: module(*batch).pow(2), use_reentrant=False) for _ in range(2)]
+    try:
+        (parts[0].sum() + parts[1].sum()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def calls_between_prefetched_batches(rank: int, size: int) -> int:
+    module = made(spec_of(), {"a": RowWise()})
+    right = 0
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(40):
+            yield torch.tensor([number % ROWS] * (number % 3 + 1)), offsets(number % 3 + 1)
+
+    with torch.no_grad():
+        for (ids, _), done in PrefetchedBatches(module, batches()):
+            between = module(torch.tensor([1]), offsets(1))
+            right += bool((module(done) == len(ids)).all()) and bool((between == 1).all())
+    return right
+
+
+def steps_without_gradients(rank: int, size: int) -> list[tuple[float, int]]:
+    found = []
+    for kind in (DataParallel(), RowWise()):
+        module = made(spec_of(), {"a": kind}, ef.optim.Adam(lr=0.1), accumulate=True)
+        module.step()
+        module.step()
+        module(torch.tensor([0]), offsets(1)).pow(2).sum().backward()
+        module.step()
+        steps = [int(number) for key, number in module.state_dict().items() if key.endswith("optim.step")]
+        found.append((float(module.full("a")[0, 0]), steps[0]))
+    return found
+
+
+def all_tables_frozen(rank: int, size: int) -> tuple[list[int], bool]:
+    module = made(spec_of(weighted=True), {"a": TableWise(0)}, ef.optim.Adam(lr=0.1))
+    module.freeze()
+    weights = torch.ones(1, requires_grad=True)
+    module(torch.tensor([0]), offsets(1), weights).sum().backward()
+    steps = [int(number) for key, number in module.state_dict().items() if key.endswith("optim.step")]
+    return steps, bool(module(torch.tensor([0]), offsets(1)).requires_grad)
+
+
+def no_memory_on_one_rank(rank: int, size: int) -> str:
+    module = made(spec_of(), {"a": RowWise()})
+    if rank == 0:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("no memory")
+
+        object.__setattr__(module.distributor, "_count", fail)
+    try:
+        with torch.no_grad():
+            module(torch.tensor([0]), offsets(1))
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def timeouts(rank: int, size: int) -> bool:
+    """Whether a module's groups wait as long as the given one."""
+    module = ShardedEmbeddingCollection(
+        spec_of(), ShardPlan({"a": RowWise()}), optimizer=ef.optim.SGD(lr=1.0), backend="reference"
+    )
+    module.close()
+    return bool(module._ranks.timeout == timedelta(seconds=60))
+
+
+def everything(rank: int, size: int) -> dict[str, Any]:
+    """All of them that need no compiler, in one group."""
+    return {work.__name__: work(rank, size) for work in WORKS}
+
+
+WORKS = (
+    row_rules_on_pieces_of_one_rank,
+    padding_of_a_fused_table,
+    gradients_that_overflow_on_the_wire,
+    a_spoilt_pass_among_accumulated_ones,
+    gradients_of_weights_are_not_averaged,
+    weights_after_rows_have_changed,
+    recomputed_forwards,
+    calls_between_prefetched_batches,
+    steps_without_gradients,
+    all_tables_frozen,
+    no_memory_on_one_rank,
+    timeouts,
+)

@@ -1,0 +1,78 @@
+"""Corners of sharded training where ranks could come to different ends: what each of them holds, skips or counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sharded_corner_ranks as corners
+from ranks import run_ranks
+
+
+@pytest.fixture(scope="module", params=[2])
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(request.param, corners.everything)
+
+
+def of(found: list[dict[str, Any]], work: Any) -> list[Any]:
+    return [rank[work.__name__] for rank in found]
+
+
+def test_rows_are_reduced_over_all_pieces_of_their_columns(found: list[dict[str, Any]]) -> None:
+    for apart in of(found, corners.row_rules_on_pieces_of_one_rank):
+        assert max(apart.values()) < 1e-6, apart
+
+
+def test_padding_of_a_fused_table_is_its_own(found: list[dict[str, Any]]) -> None:
+    assert all(row == [3.0] * corners.DIM for row in of(found, corners.padding_of_a_fused_table))
+
+
+def test_an_overflow_on_the_wire_skips_the_update_everywhere(found: list[dict[str, Any]]) -> None:
+    assert all(one == (True, 2.0**15) for one in of(found, corners.gradients_that_overflow_on_the_wire))
+
+
+def test_a_spoilt_pass_spoils_the_step(found: list[dict[str, Any]]) -> None:
+    assert all(one == [(1.0, 2.0)] * 2 for one in of(found, corners.a_spoilt_pass_among_accumulated_ones))
+
+
+def test_gradients_of_weights_are_the_ranks_own(found: list[dict[str, Any]]) -> None:
+    assert all(one == [[4.0, 4.0]] * 6 for one in of(found, corners.gradients_of_weights_are_not_averaged))
+
+
+def test_rows_that_changed_are_not_used(found: list[dict[str, Any]]) -> None:
+    assert all("another backward" in text for text in of(found, corners.weights_after_rows_have_changed))
+    assert all("recomputed forward" in text for text in of(found, corners.recomputed_forwards))
+
+
+def test_calls_between_prefetched_batches(found: list[dict[str, Any]]) -> None:
+    assert of(found, corners.calls_between_prefetched_batches) == [40] * len(found)
+
+
+def test_a_step_without_gradients_is_none(found: list[dict[str, Any]]) -> None:
+    for replicated, spread in of(found, corners.steps_without_gradients):
+        assert replicated[1] == spread[1] == 1
+        assert replicated[0] == pytest.approx(spread[0]) == pytest.approx(0.9)
+
+
+def test_all_tables_frozen(found: list[dict[str, Any]]) -> None:
+    for steps, wants_gradients in of(found, corners.all_tables_frozen):
+        assert not any(steps) and not wants_gradients
+
+
+def test_no_memory_on_one_rank_is_told_to_the_others(found: list[dict[str, Any]]) -> None:
+    assert of(found, corners.no_memory_on_one_rank) == ["MemoryError", "RankError"][: len(found)]
+
+
+def test_groups_wait_as_long_as_the_given_one(found: list[dict[str, Any]]) -> None:
+    assert all(of(found, corners.timeouts))
+
+
+def test_hierarchical_gradients_in_two_bytes() -> None:
+    for whole, *narrow in run_ranks(2, corners.hierarchical_gradients_in_two_bytes, "cpu"):
+        assert all(whole == one for one in narrow)
+
+
+@pytest.mark.soak
+def test_rows_that_come_behind_odd_columns_on_the_emulated_gpu() -> None:
+    for equal, trained in run_ranks(2, corners.rows_that_come_behind_odd_columns, "simt"):
+        assert equal and trained == 12.0 - 2.0

@@ -174,7 +174,11 @@ def arguments_of(target: Target, op: str = "forward") -> tuple[Argument, ...]:
 
 def prototype(target: Target, op: str = "forward", indent: str = "    ") -> str:
     """The C parameter list, one argument a line with its meaning."""
-    arguments = arguments_of(target, op)
+    return parameter_list(arguments_of(target, op), indent)
+
+
+def parameter_list(arguments: tuple[Argument, ...], indent: str = "    ") -> str:
+    """Arguments as C spells them, one a line with its meaning."""
     lines = []
     for position, argument in enumerate(arguments):
         restrict = " __restrict__" if argument.is_pointer else ""

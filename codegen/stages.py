@@ -14,7 +14,7 @@ from functools import cached_property
 
 from embforge.codegen.dtypes import ID_DTYPES, OUTPUT_DTYPES
 from embforge.codegen.errors import PlanError
-from embforge.codegen.signature import ALL_TARGETS, Argument
+from embforge.codegen.signature import ALL_TARGETS, Argument, parameter_list
 
 STAGES_SCHEMA = 1
 """Raised whenever a stage's meaning changes."""
@@ -247,10 +247,4 @@ def stage_arguments(target: str, stage: str) -> tuple[Argument, ...]:
 
 def stage_prototype(target: str, stage: str, indent: str = "    ") -> str:
     """The C parameter list of a stage, one argument a line with its meaning."""
-    arguments = stage_arguments(target, stage)
-    lines = []
-    for position, argument in enumerate(arguments):
-        restrict = " __restrict__" if argument.is_pointer else ""
-        comma = "," if position + 1 < len(arguments) else ""
-        lines.append(f"{indent}{argument.c_type}{restrict} {argument.name}{comma}  // {argument.doc}")
-    return "\n".join(lines)
+    return parameter_list(stage_arguments(target, stage), indent)

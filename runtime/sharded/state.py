@@ -7,6 +7,7 @@ optim.step, optim.seed           replicated.optim.step, replicated.optim.seed
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ SHARD = "embforge_shard"
 """Key of a state dict's metadata: whose shards it holds."""
 
 
-class HeldShards(nn.Module):
+class HeldShards(nn.Module, ABC):
     """A module whose tables are neither parameters nor buffers nor modules: nobody may broadcast, average or split
     them."""
 
@@ -32,15 +33,18 @@ class HeldShards(nn.Module):
     _ranks: Ranks
     _device: torch.device
 
+    @abstractmethod
     def _table(self, name: str) -> StaticTable:
-        raise NotImplementedError
+        """A table of this rank's own collection, or a replicated one."""
 
+    @abstractmethod
     def _parts_trained(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The collections that hold rows here, by what a state dict puts before their counters."""
 
     @property
+    @abstractmethod
     def optimizer_rule(self) -> Any:
-        raise NotImplementedError
+        """The rule as the user gave it."""
 
     def held_tables(self) -> Iterator[tuple[str, StaticTable, int]]:
         """What this rank holds: the name in the state dict, the storage, and how many of its rows are rows of the

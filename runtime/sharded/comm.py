@@ -17,6 +17,7 @@ from torch import Tensor
 
 from embforge.codegen.errors import RankError
 from embforge.sharded.buffers import Buffers
+from embforge.sharded.waiting import wait
 
 
 class Ranks:
@@ -116,7 +117,7 @@ class Exchange:
         received = into
         if received is None:
             received = self.buffers.empty(name, (sum(receive_sizes),), sent.dtype, sent.device)
-        self.call(
+        self._run(
             name,
             dist.all_to_all_single,
             received.view(torch.uint8) if sent.element_size() == 2 else received,  # gloo has no bf16
@@ -130,7 +131,7 @@ class Exchange:
         """The sum over ranks, in place."""
         self.count(name, tensor.nbytes)
         if self.ranks.size > 1:
-            self.call(name, dist.all_reduce, tensor)
+            self._run(name, dist.all_reduce, tensor)
         return tensor
 
     def reduce_scatter(self, name: str, tensor: Tensor, rows: Sequence[int]) -> Tensor:
@@ -148,7 +149,7 @@ class Exchange:
                 part[: block.shape[0]] = block
             tensor = padded.view(-1, width)
         scattered = tensor.new_empty((most, width))
-        self.call(name, _named("reduce_scatter_single", "reduce_scatter_tensor"), scattered, tensor)
+        self._run(name, _named("reduce_scatter_single", "reduce_scatter_tensor"), scattered, tensor)
         return scattered[:mine]
 
     def all_gather(self, name: str, tensor: Tensor, rows: Sequence[int]) -> Tensor:
@@ -160,7 +161,7 @@ class Exchange:
         if tensor.shape[0] < most:
             tensor = torch.cat([tensor, tensor.new_zeros((most - tensor.shape[0], width))])
         gathered = tensor.new_empty((self.ranks.size * most, width))
-        self.call(name, _named("all_gather_single", "all_gather_into_tensor"), gathered, tensor.contiguous())
+        self._run(name, _named("all_gather_single", "all_gather_into_tensor"), gathered, tensor.contiguous())
         if min(rows) == most:
             return gathered
         return torch.cat([block[:count] for block, count in zip(gathered.split(most), rows, strict=True)])
@@ -181,6 +182,18 @@ class Exchange:
     def count(self, name: str, sent: int) -> None:
         """Adds to a counter."""
         self.counters[name] = self.counters.get(name, 0) + sent
+
+    def _run(self, name: str, collective: Any, to: Tensor, *arguments: Any) -> None:
+        """A collective of a step: CPU tensors are waited for as `waiting` says, GPUs go on by themselves."""
+        if to.is_cpu:
+            self.call(name, self._awaited, collective, to, *arguments)
+        else:
+            self.call(name, collective, to, *arguments)
+
+    def _awaited(self, collective: Any, to: Tensor, *arguments: Any, group: Any) -> None:
+        work = collective(to, *arguments, group=group, async_op=True)
+        if work is not None:
+            wait(work, to.nbytes, self.ranks.node_size)
 
     def call(self, name: str, collective: Any, *arguments: Any) -> None:
         """A collective on this group, whose failure says what it was for."""

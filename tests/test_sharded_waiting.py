@@ -1,0 +1,80 @@
+"""How a rank waits: it asks for a while, gives way meanwhile, and always hears what a collective has to say."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from embforge.sharded import waiting
+from embforge.sharded.waiting import SHORT_BYTES, wait
+
+
+class Work:
+    """A collective that is done once it was asked so often; None: never."""
+
+    def __init__(self, after: int | None, error: Exception | None = None) -> None:
+        self.after, self.error = after, error
+        self.asked, self.waited = 0, 0
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.after is not None and self.asked > self.after
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_num_cpus", lambda: 8)
+
+
+@pytest.mark.usefixtures("many_cpus")
+def test_it_asks_until_the_collective_is_done() -> None:
+    work = Work(after=100)
+    wait(work, SHORT_BYTES + 1, ranks_here=8)
+    assert (work.asked, work.waited) == (101, 1)
+
+
+@pytest.mark.usefixtures("many_cpus")
+def test_what_fails_is_raised_not_swallowed() -> None:
+    work = Work(after=3, error=RuntimeError("connection closed by peer"))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        wait(work, 8, ranks_here=2)
+    assert work.waited == 1
+
+
+@pytest.mark.usefixtures("many_cpus")
+def test_a_late_rank_is_slept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SECONDS", 1e-4)
+    work = Work(after=None)
+    wait(work, 8, ranks_here=2)
+    assert work.asked and work.waited == 1
+
+
+def test_ranks_that_share_cpus_sleep_through_long_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_num_cpus", lambda: 2)
+    long, short = Work(after=3), Work(after=3)
+    wait(long, SHORT_BYTES + 1, ranks_here=4)
+    wait(short, SHORT_BYTES, ranks_here=4)
+    assert (long.asked, long.waited) == (0, 1)
+    assert (short.asked, short.waited) == (4, 1)
+
+
+@pytest.mark.usefixtures("many_cpus")
+def test_helping_threads_leave_the_cpu_to_the_main_one() -> None:
+    work = Work(after=3)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(wait, work, 8, 2).result()
+    assert (work.asked, work.waited) == (0, 1)
+
+
+@pytest.mark.usefixtures("many_cpus")
+def test_without_a_way_to_yield_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_give_way", lambda: None)
+    work = Work(after=3)
+    wait(work, 8, ranks_here=2)
+    assert (work.asked, work.waited) == (0, 1)

@@ -89,6 +89,25 @@ def bad_arguments(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+def no_kernel(rank: int, size: int, empty: str) -> dict[str, Any]:
+    """Rank 1 cannot build what training takes; then it can."""
+    spec = ef.CollectionSpec((ef.TableSpec("t", 9, 4),), (ef.FeatureSpec("f", "t"),))
+    module = made(spec, ShardPlan.row_wise(spec), backend="cpu", optimizer=ef.optim.SGD(lr=0.1))
+    batch = batch_of(rank, 3, spec, least=1)[:2]
+    with torch.no_grad():
+        module(*batch)
+    module.reset_counters()
+    before = full_rows(module)
+    if rank == 1:
+        os.environ |= {"EMBFORGE_JIT": "0", "EMBFORGE_CACHE_DIR": empty}
+    found: dict[str, Any] = {"error": outcome(lambda: module(*batch).sum().backward()), "counters": module.counters()}
+    if rank == 1:
+        del os.environ["EMBFORGE_JIT"], os.environ["EMBFORGE_CACHE_DIR"]
+    found["same"] = torch.equal(full_rows(module)["t"], before["t"])
+    found["afterwards"] = outcome(lambda: module(*batch).sum().backward())
+    return found
+
+
 def with_long_concat(values: Tensor, weights: Tensor) -> Batch:
     lengths = torch.zeros(len(SPEC.features), dtype=torch.int64)
     lengths[3] = 4

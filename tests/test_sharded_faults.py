@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import sharded_fault_ranks as work
 import torch
@@ -35,6 +37,15 @@ def test_wrong_arguments_of_one_rank_stop_all() -> None:
                 assert kind in ("RankError", "ValueError") and f"rank {at_fault}:" in words, (name, kind, words)
                 assert "its own output" in words
     assert all(set(of_rank["counters"]) == {"header"} and of_rank["afterwards"] for of_rank in found)
+
+
+def test_a_kernel_that_one_rank_cannot_build_stops_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, work.no_kernel, str(tmp_path), timeout=SOON)
+    assert first["error"][0] == "RankError" and "rank 1: its batch was refused" in first["error"][1]
+    assert second["error"][0] == "MissingKernelError" and "EMBFORGE_JIT=0" in second["error"][1]
+    for of_rank in (first, second):
+        assert set(of_rank["counters"]) == {"header"} and of_rank["same"]
+        assert of_rank["afterwards"] == ("nothing", "")
 
 
 def test_bounds_check_zero_takes_bad_ids_as_absent() -> None:

@@ -177,6 +177,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self._calls += 1
         try:
             batch: Any = normalise(self.spec, self._device, values, offsets, weights, lengths)
+            self._load_kernels(batch.values.dtype, bool(self._flags(batch) & (FLAGS["trains"] | FLAGS["joined"])))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             batch = error
         done = self.distributor(batch, self._flags(batch), self._calls)
@@ -187,6 +188,20 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
                 "would wait for a backward that never comes; call under torch.no_grad() on all ranks or on none"
             )
         return done
+
+    def _load_kernels(self, ids: torch.dtype, trains: bool) -> None:
+        """Those of the lookup and its backward, before the first exchange: a rank that cannot build them tells the
+        others, who would wait for its vectors."""
+        if (ids, trains) in self._loaded:
+            return
+        if self.owner is not None:
+            self.owner.load(getattr(torch, self.geometry.id_dtype), trains)
+        self.network.load(trains)
+        if self.replicas is not None:
+            self.replicas.load(ids, trains)
+        self._loaded |= {(ids, trains)}
+
+    _loaded: frozenset[tuple[torch.dtype, bool]] = frozenset()
 
     def wait_for_ids(self) -> None:
         """Lets an exchange of ids end that began earlier in another thread: ranks must begin them in the same order."""

@@ -177,6 +177,12 @@ class Network:
             of_feature[bucketing.streams] = len(of_feature)
         return [seen[piece.feature][piece.streams] for piece in self.geometry.sequence_pieces]
 
+    def load(self, trains: bool) -> None:
+        """Builds and loads the kernels of sequences. Raises what `kernel_of` raises."""
+        if self.sequence_spec is not None:
+            for op in ("forward", "reduce") if trains else ("forward",):
+                self._program(op)
+
     def _program(self, op: str) -> Any:
         assert self.sequence_spec is not None
         params = params_type(self.backend, op)()

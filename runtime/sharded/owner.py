@@ -15,7 +15,7 @@ from embforge.codegen.training import training_plans
 from embforge.collection import EmbeddingCollection, arch_of
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.launch.kernels import Program
+from embforge.launch.kernels import Program, kernel_of
 from embforge.training.calls import Kept, Programs, run_forward, run_reduce, run_update, run_weight_gradient
 
 
@@ -30,16 +30,19 @@ class Owner:
         self._programs: Programs | None = None
         self._made_for: Any = None
 
-    @property
-    def id_dtype(self) -> torch.dtype:
-        return torch.int32
+    def load(self, ids: torch.dtype, trains: bool) -> None:
+        """Builds and loads the kernels of calls with such ids. Raises what `kernel_of` raises."""
+        found, accumulate = self.programs(ids), self.module._trainer.accumulate
+        behind = (found.reduce, found.step) if accumulate else (found.backward,)
+        for program in (found.train, *behind) if trains else (found.forward,):
+            kernel_of(program)
 
-    def programs(self, batch: Batch) -> Programs:
+    def programs(self, ids: torch.dtype) -> Programs:
         """The module's own; those behind a backward for gradients as they travel."""
         module = self.module
-        made_for = (batch.values.dtype, module.device, module.backend)
+        made_for = (ids, module.device, module.backend)
         if self._made_for != made_for:
-            name = "int32" if batch.values.dtype == torch.int32 else "int64"
+            name = "int32" if ids == torch.int32 else "int64"
             chosen = module._choices[name]
             spec = replace(self.local.spec, output_dtype=self._backward_dtype)
             trainer = module._trainer
@@ -49,7 +52,7 @@ class Owner:
             )  # fmt: skip
             behind = {op: Program(plan, module.kernels).text for op, plan in plans.items()}
             kept = ("backward", "reduce", "weight_gradient")
-            own = module._program(batch)
+            own = module._programs[ids]
             self._programs = own._replace(**{op: behind.get(op, "") for op in kept})
             self._made_for = made_for
         assert self._programs is not None
@@ -57,7 +60,7 @@ class Owner:
 
     def forward(self, batch: Batch, keep: bool) -> Kept:
         """Results for the samples of all ranks. `keep`: a backward will come."""
-        programs = self.programs(batch)
+        programs = self.programs(batch.values.dtype)
         assert batch.rows_per_feature is not None
         rows = [batch.rows_per_feature[f.index] for f in self.local.layout.sequence_features]
         elements = sequence_elements(self.local.layout, rows) if rows else 0
@@ -69,7 +72,7 @@ class Owner:
         trainer, numbers = self.module._trainer, self.module._trainer.numbers
         assert numbers is not None
         # Also if all tables here are frozen: the step counts, as on ranks that hold others.
-        storage, programs = self._storage(), self.programs(batch)
+        storage, programs = self._storage(), self.programs(batch.values.dtype)
         if trainer.accumulate:
             trainer._take(gradients, run_reduce(programs.reduce, storage, batch, gradients))
             return
@@ -78,7 +81,8 @@ class Owner:
 
     def weight_gradient(self, batch: Batch, gradients: Gradients) -> Tensor:
         """Of the weights that came with ids."""
-        return run_weight_gradient(self.programs(batch).weight_gradient, self._storage(), batch, gradients)
+        program = self.programs(batch.values.dtype).weight_gradient
+        return run_weight_gradient(program, self._storage(), batch, gradients)
 
     def _storage(self) -> Any:
         return self.module._storage(self.module._weights())

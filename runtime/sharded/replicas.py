@@ -13,6 +13,7 @@ from embforge.codegen.sharding.geometry import Geometry
 from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
+from embforge.launch.kernels import kernel_of
 from embforge.sharded.comm import Exchange
 from embforge.sharded.distribute import Distributed
 from embforge.training.calls import run_forward, run_reduce, run_weight_gradient
@@ -33,6 +34,12 @@ class Replicas:
         self.layout = geometry.layout
         # Gradients always wait here: they are added over ranks before they are used.
         self.module = EmbeddingCollection(geometry.replicated, optimizer=optimizer, accumulate=True, **options)
+
+    def load(self, ids: torch.dtype, trains: bool) -> None:
+        """Builds and loads the kernels of calls with such ids. Raises what `kernel_of` raises."""
+        found = self.module._programs[ids]
+        for program in (found.train, found.reduce, found.step) if trains else (found.forward,):
+            kernel_of(program)
 
     def forward(self, done: Distributed, pooled: Tensor, keep: bool, kept: dict[str, Any]) -> dict[int, Tensor]:
         """Writes columns of the pooled result; returns the rows of features that are not pooled."""

@@ -10,12 +10,15 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sharded_mix import PLAN, SHORT, SPEC, Batch, batch_of, full_rows, joined, made, outcome, step, unsharded
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 
 import embforge as ef
+from embforge.codegen.sharding.topology import Link, Topology
 from embforge.sharded import PrefetchedBatches, RowWise, ShardPlan
+from embforge.sharded.comm import Ranks
 
 Outcome = tuple[str, str]
 
@@ -105,6 +108,60 @@ def no_kernel(rank: int, size: int, empty: str) -> dict[str, Any]:
         del os.environ["EMBFORGE_JIT"], os.environ["EMBFORGE_CACHE_DIR"]
     found["same"] = torch.equal(full_rows(module)["t"], before["t"])
     found["afterwards"] = outcome(lambda: module(*batch).sum().backward())
+    return found
+
+
+def groups(rank: int, size: int) -> dict[str, Any]:
+    """Modules made and closed again and again, where ranks are in unequal numbers of groups."""
+    found: dict[str, Any] = {}
+    batch = batch_of(rank, 3, least=1)
+    dist.new_group([0], use_local_synchronization=True)  # rank 0 alone
+    for _ in range(3):
+        module = made(timeout=SHORT)
+        step(module, batch)
+        module.close()
+    part = dist.new_group([0, 1])
+    if rank < 2:
+        found["unequal"] = outcome(lambda: made(process_group=part, timeout=SHORT))
+    dist.new_group([1], use_local_synchronization=True)  # now 0 and 1 are in equally many
+    if rank < 2:
+        for _ in range(2):
+            module = made(process_group=part, timeout=SHORT)
+            step(module, batch)
+            module.close()
+        found["equal"] = True
+    return found
+
+
+def other_backend(rank: int, size: int) -> dict[str, Any]:
+    """A group whose backend is not the default one's; and one that cannot serve the device."""
+    module = made(process_group=dist.new_group(backend="cpu:gloo"), timeout=SHORT)
+    step(module, batch_of(rank, 3))
+    return {
+        "own": dist.get_backend_config(module._ids.group),
+        "device": outcome(lambda: made(process_group=dist.new_group(backend="cuda:gloo"), timeout=SHORT)),
+    }
+
+
+def nodes(rank: int, size: int) -> dict[str, Any]:
+    """Ranks a node as torchrun says; nodes of unequal size are one."""
+    found = {}
+    for name, local in {"equal": 2, "unequal": 1 if rank < 1 else 3}.items():
+        os.environ["LOCAL_WORLD_SIZE"] = str(local)
+        module = made(timeout=SHORT)
+        step(module, batch_of(rank, 3))
+        found[name] = module._ranks.node_size
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    found["every other"] = Ranks(dist.new_group([0, 2]), None, SHORT).node_size if rank in (0, 2) else None
+    return found
+
+
+def unmade(rank: int, size: int) -> dict[str, Outcome]:
+    """What one rank alone cannot make; what it refuses itself."""
+    link = Link(bandwidth=1e9, latency=1e-6)
+    small = Topology("small", 1, 2, 1.0, 1e9, 1e9, link, link) if rank == 1 else None
+    found = {"memory": outcome(lambda: made(topology=small, timeout=SHORT))}
+    found["formats"] = outcome(lambda: made(formats="bf16" if rank == 1 else None, timeout=SHORT))
     return found
 
 

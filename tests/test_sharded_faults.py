@@ -48,6 +48,35 @@ def test_a_kernel_that_one_rank_cannot_build_stops_all(tmp_path: Path) -> None:
         assert of_rank["afterwards"] == ("nothing", "")
 
 
+def test_modules_are_made_whatever_other_groups_there_are() -> None:
+    found = run_ranks(3, work.groups)
+    for of_rank in found[:2]:
+        kind, words = of_rank["unequal"]
+        assert kind == "RankError" and "process groups" in words and "equally many" in words
+        assert of_rank["equal"]
+    assert found[2] == {}
+
+
+def test_a_modules_groups_have_the_given_backend() -> None:
+    for of_rank in run_ranks(2, work.other_backend):
+        assert of_rank["own"] == "cpu:gloo"
+        kind, words = of_rank["device"]
+        assert kind == "ValueError" and "no collectives for device 'cpu'" in words
+
+
+def test_nodes_are_what_torchrun_says_of_all_of_them() -> None:
+    for rank, of_rank in enumerate(run_ranks(4, work.nodes)):
+        assert of_rank["equal"] == 2 and of_rank["unequal"] == 4
+        assert of_rank["every other"] == (2 if rank in (0, 2) else None)
+
+
+def test_a_rank_that_cannot_make_the_module_stops_all() -> None:
+    first, second = run_ranks(2, work.unmade, timeout=SOON)
+    assert second["memory"][0] == "PlanError" and second["formats"][0] == "TypeError"
+    for kind, words in first.values():
+        assert kind == "RankError" and "rank 1: its arguments were refused" in words
+
+
 def test_bounds_check_zero_takes_bad_ids_as_absent() -> None:
     assert run_ranks(2, work.zero_bounds) == [(True, True)] * 2
 

@@ -161,6 +161,33 @@ def test_sparse_refuses_what_cannot_be_added() -> None:
         ef.sharded.DistributedSparseEmbedding(spec, optimizer=ef.optim.SGD())
 
 
+def test_fused_tables_go_by_the_users_names() -> None:
+    spec = CollectionSpec((TableSpec("t", 5, 4), TableSpec("u", 7, 4)), (FeatureSpec("f", "t"), FeatureSpec("g", "u")))
+    module = ef.sharded.DistributedSparseEmbedding(spec, optimizer=ef.optim.Adagrad(lr=0.1), backend="reference")
+    values, offsets = torch.tensor([4, 6]), torch.tensor([0, 1, 2])
+    with pytest.raises(IndexError, match=r"id 7 .* is not a row of table 'u'; allowed: 0 to 6 \(7 rows\)"):
+        module(values + 1 - torch.tensor([1, 0]), offsets)
+    with pytest.raises(ValueError, match=r"table 't': a rank holds every n-th row of 't', 'u' together; full\(\)"):
+        module.weight("t")
+    with pytest.raises(ValueError, match="frozen together or not at all"):
+        module.freeze("t")
+    with pytest.raises(SpecError, match="'v' does not exist"):
+        module.freeze("v")
+    module(values, offsets).sum().backward()
+    states = {name: module.full_optimizer_state(name) for name in ("t", "u")}
+    assert [list(found) for found in states.values()] == [list(states["t"])] * 2
+    (of_t,), (of_u,) = (found.values() for found in states.values())
+    assert of_t.shape == (5, 4) and of_u.shape == (7, 4)
+    assert of_t.nonzero()[:, 0].unique().tolist() == [4] and of_u.nonzero()[:, 0].unique().tolist() == [6]
+    module.freeze("u", "t")
+    before = module.full("t")
+    module(values, offsets)
+    assert not module(values, offsets).requires_grad and torch.equal(module.full("t"), before)
+    module.unfreeze()
+    module(values, offsets).sum().backward()
+    assert not torch.equal(module.full("t"), before)
+
+
 # ---- Gradients of weights ---------------------------------------------------------------------------------------
 
 WEIGHTED = CollectionSpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,21 @@ def test_without_a_way_to_yield_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> No
     work = Work(after=3)
     wait(work, 8, ranks_here=2)
     assert (work.asked, work.waited) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("quota", "most"), [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("what", 64)]
+)
+def test_a_containers_share_of_cpus_counts(
+    quota: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(waiting, "CPU_QUOTA", tmp_path / "cpu.max")
+    waiting.CPU_QUOTA.write_text(quota)
+    assert waiting._num_cpus.__wrapped__() == most
+
+
+def test_without_a_container_all_cpus_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
+    monkeypatch.setattr(waiting, "CPU_QUOTA", tmp_path / "nothing")
+    assert waiting._num_cpus.__wrapped__() == 3

@@ -15,11 +15,14 @@ from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import BOUNDS_CHECKS
 from embforge.sharded.comm import Exchange
+from embforge.sharded.formats import Formats
 
 REFUSED = "refused"
 
 
-def wrong_argument(spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str) -> Exception | None:
+def wrong_argument(
+    spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str, formats: Any
+) -> Exception | None:
     """What cannot be, whatever the other ranks say."""
     if not isinstance(spec, CollectionSpec):
         return TypeError(
@@ -39,6 +42,10 @@ def wrong_argument(spec: Any, plan: Any, optimizer: Any, bounds_check: str, dupl
         return ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
     if duplicates not in ("keep", "merge"):
         return ValueError(f"duplicates={duplicates!r} is not known; allowed: keep, merge")
+    if not isinstance(formats, Formats):
+        return TypeError(
+            f"formats: got {type(formats).__name__}; allowed: Formats, as Formats(forward='bf16'), or None"
+        )
     return None
 
 
@@ -71,6 +78,14 @@ def agree(exchange: Exchange, facts: Mapping[str, Any], wrong: Exception | None,
             )
     agreed: int = found[0]["seed"]
     return agreed
+
+
+def common_node_size(exchange: Exchange) -> int:
+    """Ranks a node: as given, else what torchrun says, if it says the same on all ranks; else all are one node."""
+    ranks = exchange.ranks
+    if ranks.given_node_size is not None:
+        return ranks.given_node_size
+    return ranks.node_size if len(set(_gathered(exchange, ranks.node_size))) == 1 else ranks.size
 
 
 def digest(data: Any) -> str:

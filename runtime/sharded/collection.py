@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import asdict
@@ -19,13 +17,13 @@ from embforge.codegen.errors import PlanError, RankError
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.memory import check_memory
-from embforge.codegen.sharding.placement import Piece, place
+from embforge.codegen.sharding.placement import place
 from embforge.codegen.sharding.topology import Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.collection import BackendName, _backend, arch_of
 from embforge.inputs import BoundsCheck, normalise
-from embforge.sharded.agreement import agree, wrong_argument
+from embforge.sharded.agreement import agree, common_node_size, wrong_argument
 from embforge.sharded.comm import Exchange, Ranks
 from embforge.sharded.distribute import Distributed, Distributor
 from embforge.sharded.formats import Formats, computed_in
@@ -35,6 +33,7 @@ from embforge.sharded.network import Network
 from embforge.sharded.norms import RowNorms, needs_norms, shared_rule
 from embforge.sharded.owner import Owner
 from embforge.sharded.replicas import Replicas
+from embforge.sharded.starting_rows import draw_rows
 from embforge.sharded.training import ShardedTraining
 from embforge.sharded.vectors import Vectors
 from embforge.sharded.wire import Wire
@@ -88,20 +87,47 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self._bounds_check = bounds_check
         self.formats = formats or Formats()
         self._ranks = Ranks(process_group, node_size, timeout)
+        self._ranks.check_device(device)
         self._ids = Exchange(self._ranks)
         self._wires = Exchange(self._ranks)
+        self._ranks.node_size = common_node_size(self._ids)
         self._calls = 0
         told = {
             "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates,
-            "formats": asdict(self.formats), "bounds_check": bounds_check, "node_size": self._ranks.node_size,
-            "device": device.type,
+            "formats": asdict(self.formats) if isinstance(self.formats, Formats) else None,
+            "bounds_check": bounds_check, "node_size": self._ranks.node_size, "device": device.type,
             "bases": [asdict(base) for base in _bases or ()],
         }  # fmt: skip
-        seed = self._agree(optimizer, wrong_argument(spec, plan, optimizer, bounds_check, duplicates), told)
+        refused = wrong_argument(spec, plan, optimizer, bounds_check, duplicates, self.formats)
+        seed = self._agree(optimizer, refused, told)
+        given = {"accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates}
+        given |= {"backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology}
+        try:
+            self._make(optimizer, _bases, seed, **given)  # type: ignore[arg-type]
+        except Exception as error:  # no memory, no such backend: the others must not wait for this rank's first call
+            refused = error
+        agree(self._ids, {}, refused, seed)
+
+    def _make(
+        self,
+        optimizer: Any,
+        bases: list[Base] | None,
+        seed: int,
+        *,
+        backend: BackendName | None,
+        accumulate: bool,
+        average_gradients: bool,
+        duplicates: str,
+        kernels: str | Path | None,
+        batch_size: int | None,
+        topology: Topology | None,
+    ) -> None:
+        """All that ranks have of their own, once they agree."""
+        spec, plan, device, bounds_check = self.spec, self.plan, self._device, self._bounds_check
         placement = place(plan, spec, self._ranks.size, self._ranks.node_size)
         if topology is not None:
             check_memory(placement, optimizer.update, topology, batch_size or 0)
-        self.geometry = Geometry(placement, tuple(base.first for base in _bases or ()))
+        self.geometry = Geometry(placement, tuple(base.first for base in bases or ()))
         forward, backward = self._wire_formats()
         self._norms = needs_norms(self.geometry, optimizer.update)
         local_optimizer = shared_rule(optimizer) if self._norms else optimizer
@@ -130,7 +156,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
             computed_in(backward),
             spec.output_dtype,
         )
-        wiring = Wiring(self.geometry, self._ranks.rank, device, _bases)
+        wiring = Wiring(self.geometry, self._ranks.rank, device, bases)
         self.distributor = Distributor(
             wiring, self._ids, stage_plan, bounds_check, duplicates == "merge", kernel_directory
         )
@@ -150,7 +176,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self.gradient_factor = None
         if average_gradients and self._ranks.size > 1:
             self.gradient_factor = torch.full((1,), 1 / self._ranks.size, dtype=torch.float32, device=device)
-        self._draw(seed)
+        draw_rows(self, seed)
 
     # ---- Calls --------------------------------------------------------------------------------------------
 
@@ -370,25 +396,6 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
                 return found
         raise PlanError(f"table {name!r}: this rank holds nothing of it")
 
-    def _draw(self, seed: int) -> None:
-        """Rows uniformly from +-1/sqrt(rows), of every shard from a seed of its own: ranks often share torch's."""
-        for placed in self.geometry.placement.tables:
-            bound = 1 / math.sqrt(placed.table.num_embeddings)
-            if placed.table.dtype == "fp8_e4m3":
-                bound = max(bound, 2**-6)
-            pieces = placed.pieces or (Piece(0, placed.table.embedding_dim, (self._ranks.rank,)),)
-            for number, piece in enumerate(pieces):
-                if self._ranks.rank not in piece.owners or self._device.type == "meta":
-                    continue
-                shard = piece.owners.index(self._ranks.rank)
-                name = piece_name(placed, number) if placed.pieces else placed.table.name
-                key = f"{seed}/{placed.table.name}/{number}/{shard}"
-                generator = torch.Generator(self._device)
-                generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
-                _fill(self._table(name).weight, bound, generator)
-        for numbers in self._all_numbers():
-            numbers.seed(seed % 2**63)
-
     # ---- About itself -------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
@@ -434,10 +441,3 @@ def _torch_name(dtype: str) -> str:
     from embforge.codegen.dtypes import DTYPES
 
     return DTYPES[dtype].torch_name
-
-
-@torch.no_grad()
-def _fill(rows: Tensor, bound: float, generator: torch.Generator) -> None:
-    for part in rows.split(1 << 16):  # torch draws no fp8: converted a slice at a time
-        drawn = torch.empty(part.shape, device=rows.device).uniform_(-bound, bound, generator=generator)
-        part.copy_(drawn)

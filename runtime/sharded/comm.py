@@ -35,22 +35,68 @@ class Ranks:
         self.global_ranks = [0] if self.alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.size = len(self.global_ranks)
         self.rank = 0 if self.alone else self.global_ranks.index(dist.get_rank())
-        self.node_size = node_size or mesh_node_size or _node_size_of_environment(self.size)
+        self.given_node_size = node_size or mesh_node_size
+        self.node_size = self.given_node_size or _node_size_of_environment(self.global_ranks)
         self.timeout = timeout or (None if self.alone else _timeout_of(group or dist.group.WORLD))
         self.given = group
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no rank of the program is left out."""
+        return self.alone or self.size == dist.get_world_size()
+
+    @property
+    def here(self) -> int:
+        """Ranks of the program on this machine, as far as is known."""
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(said) if said.isdigit() else self.size
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuses a group that has no collectives for tensors of this device."""
+        if self.alone or device.type == "meta":
+            return
+        backends = dist.get_backend_config(self.given)
+        if device.type not in [part.split(":")[0] for part in backends.split(",")]:
+            raise ValueError(
+                f"process_group: its backends ({backends}) have no collectives for device {device.type!r}; give a "
+                "group made by dist.new_group(backend='gloo') for the CPU or 'nccl' for GPUs"
+            )
 
     def new_group(self) -> Any:
         """A group of these ranks that nobody else's collectives get into. All of them must call."""
         if self.alone:
             return None
         try:
-            return dist.new_group(self.global_ranks, timeout=self.timeout, use_local_synchronization=True)
+            self._check_names()
+            return dist.new_group(
+                self.global_ranks,
+                timeout=self.timeout,
+                backend=None if self.given is None else dist.get_backend_config(self.given),
+                use_local_synchronization=not self.are_all,
+            )
+        except RankError:
+            raise
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.rank} of {self.size}: no process group: another rank died, or did not come to make the "
                 "same module within the timeout; look for the first failure in the other ranks' output. torch says: "
                 f"{error}"
             ) from error
+
+    def _check_names(self) -> None:
+        """torch names a group of a part of the ranks by how many groups each of them is in: if those numbers differ,
+        they would wait for each other under different names."""
+        if self.are_all:
+            return
+        numbers: list[Any] = [None] * self.size
+        dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=self.given)
+        other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+        if other is not None:
+            raise RankError(
+                f"process_group: its rank 0 is in {numbers[0]} process groups, its rank {other} in {numbers[other]}; "
+                "torch can make a group of a part of all ranks only among ranks that are in equally many; make other "
+                "groups after the module, or on all of its ranks"
+            )
 
 
 def _timeout_of(group: Any) -> timedelta | None:
@@ -83,10 +129,13 @@ def _group_of(given: Any) -> tuple[Any, int | None]:
     raise TypeError(f"process_group: got {type(given).__name__}; allowed: a ProcessGroup, a DeviceMesh, or None")
 
 
-def _node_size_of_environment(size: int) -> int:
-    """What torchrun says, where it fits: groups of a part of the ranks are taken as one node."""
+def _node_size_of_environment(global_ranks: Sequence[int]) -> int:
+    """What torchrun says, where the ranks fill nodes of that size; else they are taken as one node."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(said) if said.isdigit() and int(said) and size % int(said) == 0 else size
+    size, most = int(said) if said.isdigit() else 0, len(global_ranks)
+    nodes = [list(global_ranks[first : first + size]) for first in range(0, most, size)] if size else []
+    whole = all(node[0] % size == 0 and node == list(range(node[0], node[0] + size)) for node in nodes)
+    return size if nodes and whole else most
 
 
 class Exchange:
@@ -174,10 +223,11 @@ class Exchange:
         return tensor
 
     def close(self) -> None:
-        """Gives the group back."""
-        if self.group is not None:
+        """Gives the group back. One of a part of the ranks stays with torch, which would give its name, and so what it
+        left in the store, to the next."""
+        if self.group is not None and self.ranks.are_all:
             dist.destroy_process_group(self.group)
-            self.group = None
+        self.group = None
 
     def count(self, name: str, sent: int) -> None:
         """Adds to a counter."""
@@ -193,12 +243,15 @@ class Exchange:
     def _awaited(self, collective: Any, to: Tensor, *arguments: Any, group: Any) -> None:
         work = collective(to, *arguments, group=group, async_op=True)
         if work is not None:
-            wait(work, to.nbytes, self.ranks.node_size)
+            moved = max(tensor.nbytes for tensor in (to, *arguments) if isinstance(tensor, Tensor))
+            wait(work, moved, self.ranks.here)
 
     def call(self, name: str, collective: Any, *arguments: Any) -> None:
         """A collective on this group, whose failure says what it was for."""
         try:
             collective(*arguments, group=self.group)
+        except torch.OutOfMemoryError:  # nobody else's fault
+            raise
         except RuntimeError as error:
             raise RankError(
                 f"rank {self.ranks.rank} of {self.ranks.size}: the exchange of {name!r} failed: another rank died, "

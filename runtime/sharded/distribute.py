@@ -300,11 +300,11 @@ class Distributor:
             raise RankError(f"{where}its batch was refused; its own output says why. No rank has looked anything up")
         feature = spec.features[words[_FEATURE]]
         if words[_MISTAKE] == BAD_ID:
-            table = spec.table(feature.table)
-            rows = int(self.wiring.features[words[_FEATURE], 0])
+            base = self.wiring.base(words[_FEATURE])
             raise IndexError(
                 f"{where}feature {feature.name!r}: id {words[_VALUE]} of sample {words[_SAMPLE]}, position "
-                f"{words[_POSITION]} is not a row of table {table.name!r}; allowed: 0 to {rows - 1} ({rows} rows)"
+                f"{words[_POSITION]} is not a row of table {base.table!r}; allowed: 0 to {base.rows - 1} "
+                f"({base.rows} rows)"
             )
         if rank == self.wiring.rank:
             try:

@@ -52,17 +52,18 @@ class PrefetchedBatches:
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
     def _exchange(self, item: Any, gradients: bool, stream: Any, made: Any) -> tuple[Distributed, Any]:
-        given = item if self.arguments is None else self.arguments(item)
-        positional, named = (given if isinstance(given, tuple) else (given,)), {}
-        if isinstance(given, dict):
-            positional, named = (), given
         with torch.set_grad_enabled(gradients):
             if stream is None:
-                return self.module.distribute(*positional, **named), None
-            with torch.cuda.stream(stream):
+                return self._distribute(item), None
+            with torch.cuda.stream(stream):  # also what `arguments` copies to the device is in its order
                 stream.wait_event(made)
-                done = self.module.distribute(*positional, **named)
-                return done, stream.record_event()
+                return self._distribute(item), stream.record_event()
+
+    def _distribute(self, item: Any) -> Distributed:
+        given = item if self.arguments is None else self.arguments(item)
+        if isinstance(given, dict):
+            return self.module.distribute(**given)  # type: ignore[no-any-return]
+        return self.module.distribute(*(given if isinstance(given, tuple) else (given,)))  # type: ignore[no-any-return]
 
     def _arrived(self, coming: Future[Any]) -> Distributed:
         done: Distributed

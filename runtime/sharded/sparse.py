@@ -63,12 +63,42 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
 
     def full(self, table: str) -> Tensor:
         """The whole table, on every rank. All ranks must call."""
+        name, rows = self._place(table)
+        return super().full(name)[rows]
+
+    def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
+        """The whole states of a table, on every rank. All ranks must call."""
+        name, rows = self._place(table)
+        return {state: found[rows] for state, found in super().full_optimizer_state(name).items()}
+
+    def shards(self, table: str) -> dict[tuple[range, range], Tensor]:
+        """Of a table of the given spec there is no part that a rank holds as it stands: see `full`."""
+        if table in self._members:
+            return super().shards(table)
+        name, _ = self._place(table)
+        members = ", ".join(repr(member.name) for member in self._members[name])
+        raise ValueError(f"table {table!r}: a rank holds every n-th row of {members} together; full() has whole tables")
+
+    def _set_trainable(self, names: tuple[str, ...], wanted: bool) -> None:
+        """Tables of one width are one, so all of them are trained or none."""
+        fused = {self._place(name)[0] for name in names}
+        for name in fused:
+            missing = [member.name for member in self._members[name] if member.name not in names]
+            if missing:
+                raise ValueError(
+                    f"table {missing[0]!r}: tables of one width are one, frozen together or not at all; name all of "
+                    f"them: {', '.join(repr(member.name) for member in self._members[name])}"
+                )
+        super()._set_trainable(tuple(sorted(fused)), wanted)
+
+    def _place(self, table: str) -> tuple[str, slice]:
+        """The fused table that holds a table of the given spec, and its rows there."""
         self.given_spec.table(table)
         for name, members in self._members.items():
             firsts = accumulate((m.num_embeddings for m in members), initial=0)
             for first, member in zip(firsts, members, strict=False):
                 if member.name == table:
-                    return super().full(name)[first : first + member.num_embeddings]
+                    return name, slice(first, first + member.num_embeddings)
         raise AssertionError(table)
 
 
@@ -87,7 +117,7 @@ def _fuse(spec: CollectionSpec) -> _Fused:
     for name, tables in members.items():
         first = 0
         for table in tables:
-            home[table.name] = name, Base(first, table.num_embeddings)
+            home[table.name] = name, Base(first, table.num_embeddings, table.name)
             first += table.num_embeddings
     fused = tuple(
         TableSpec(name, sum(t.num_embeddings for t in tables), tables[0].embedding_dim, tables[0].dtype)

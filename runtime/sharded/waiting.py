@@ -10,14 +10,17 @@ import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from threading import current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Where Linux says how much of its CPUs a container gets: microseconds (or "max") in a period of so many."""
 SECONDS = 0.02
 """Of asking; a rank that is later than this is not worth a CPU."""
 SHORT_BYTES = 2**22
-"""What an exchange may bring if ranks share CPUs: in a longer one gloo's own threads need them."""
+"""What an exchange may send or bring if ranks share CPUs: in a longer one gloo's own threads need them."""
 
 
 def wait(work: Any, num_bytes: int, ranks_here: int) -> None:
@@ -46,7 +49,10 @@ def _give_way() -> Callable[[], Any] | None:
 
 @cache
 def _num_cpus() -> int:
-    """That this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """That this process may use, whoever limits it."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+    except (OSError, ValueError):  # no container, or one of another kind
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))

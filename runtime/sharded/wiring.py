@@ -33,6 +33,8 @@ class Base:
 
     first: int
     rows: int
+    table: str
+    """What the user calls that part."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class Wiring:
     added_on_the_way: bool = False
     """Whether the exchange itself adds partial pools, so that one block of sums comes of all ranks."""
 
+    def base(self, feature: int) -> Base:
+        """The rows that a feature looks up."""
+        if self.bases:
+            return self.bases[feature]
+        table = self.geometry.spec.table(self.geometry.spec.features[feature].table)
+        return Base(0, table.num_embeddings, table.name)
+
     # ---- What is sent -------------------------------------------------------------------------------------
 
     @cached_property
@@ -53,7 +62,7 @@ class Wiring:
         rows = []
         spec, layout = self.geometry.spec, self.geometry.layout
         for index, feature in enumerate(spec.features):
-            base = self.bases[index] if self.bases else Base(0, spec.table(feature.table).num_embeddings)
+            base = self.base(index)
             facts = {
                 "rows": base.rows,
                 "padding": -1 if feature.padding_idx is None else feature.padding_idx,

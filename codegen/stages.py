@@ -16,7 +16,7 @@ from embforge.codegen.dtypes import ID_DTYPES, OUTPUT_DTYPES
 from embforge.codegen.errors import PlanError
 from embforge.codegen.signature import ALL_TARGETS, Argument, parameter_list
 
-STAGES_SCHEMA = 1
+STAGES_SCHEMA = 2
 """Raised whenever a stage's meaning changes."""
 
 FEATURE_WORDS = ("rows", "padding", "base", "divides", "divisor_column", "hotness", "weighted")
@@ -34,14 +34,17 @@ feature, and so its row of `slots`. `checks`: 1 for the one that looks for mista
 bucketing of one
 shard sends all ids, padding too (and ids that are no rows, as -1), so that positions in a bag stay what they were."""
 
-STREAM_WORDS = ("header_at", "length_row", "weighted")
-"""What `streams` holds for each stream: where `header` wants its count; its row of `lengths` (-1: rows travel one by
-one);
-whether weights travel with its ids."""
+STREAM_WORDS = ("header_at", "length_row", "weighted", "asked_at")
+"""What `streams` holds for each stream: where `header` wants its count; its row of `lengths` and `pools` (-1: rows
+travel one by one); whether weights travel with its ids; where `header` wants the number of pools that are asked for
+(-1: nobody counts them).
 
-PLACE_WORDS = ("ids_at", "lengths_at", "weights_at", "base")
+An empty bag's pool is not asked for, and bags of one id each ask once for all that have that id, unless ids have
+weights."""
+
+PLACE_WORDS = ("ids_at", "lengths_at", "weights_at", "base", "asked_at")
 """What `places` holds for each stream: positions in `words` (of 4 bytes); `base`: what a sequence's slot is counted
-from."""
+from; `asked_at`: where the samples go whose pools are asked for, -1: all pools come back, none is asked for."""
 
 HEADER_WORDS = ("mistake", "feature", "sample", "position", "value", "batch", "flags", "call")
 """What a rank tells every other before anything else; the counts of the streams between them follow.
@@ -60,12 +63,16 @@ PIECE_WORDS = ("column", "width", "action", "divisor_column", "first", "sources"
 entries of
 `sources` hold its partial pools."""
 ACTIONS = {"sum": 0, "divide": 1, "max": 2}
-SOURCE_WORDS = ("block_at", "row_width", "column", "length_row", "own")
-"""What `sources` holds for each partial pool: where the block of its rank begins (in numbers), how wide the rows of
-the block
-are, its column there, its row of `lengths`, and whether the block lies in `own_partials`: what a rank has for itself
-is not
-copied to lie beside what came from others."""
+SOURCE_WORDS = ("block_at", "row_width", "column", "length_row", "own", "asked")
+"""What `sources` holds for each partial pool: where its block begins (in numbers), how wide the rows of the block are,
+its column there, its row of `lengths` and `pools`, whether the block lies in `own_partials` (what a rank has for itself
+is not copied to lie beside what came from others), and whether rows of the block are pools that were asked for, at the
+places that `pools` says; else there is one a sample."""
+
+PICK_WORDS = ("row", "byte", "bytes", "asked_from", "count", "to")
+"""What `picks` holds for each (pooled feature, source) whose pools were asked for: the row of the source's first
+sample, where the feature's bytes begin in a row and how many they are, where `words` has the `count` samples asked for,
+and where in `picked` their bytes go. All positions and sizes of bytes are even."""
 
 PART_WORDS = ("column", "width", "byte")
 """What `parts` holds for each run of columns that shares a scale: where it lies in a row of numbers and of packed
@@ -109,6 +116,8 @@ STAGES: dict[str, tuple[Argument, ...]] = {
         Argument("lengths", "int32_t*", "[pooled streams, batch] ids of every bag that each shard has"),
         Argument("slots", "int32_t*", "[layers, num_values] where an id's row stands among those of its stream; "
                  "-1 - that for one that was sent before; ABSENT"),
+        Argument("pools", "int32_t*", "[pooled streams, batch] where a bag's pool stands among those that its stream "
+                 "asks for; -1 - that for one that was asked for before; ABSENT: empty. Null: no stream asks"),
         Argument("divisors", "float*", "[batch, divisor_width] what mean and sqrtn divide by, 0: the result is zeros"),
         Argument("header", "int64_t*", "counts go where streams say, the first mistake to `mistake`"),
         Argument("mistake", "int64_t*", "kind (0: none), feature, sample, position, value"),
@@ -121,8 +130,10 @@ STAGES: dict[str, tuple[Argument, ...]] = {
         *_BATCH,
         Argument("lengths", "const int32_t*", "as count left them"),
         Argument("slots", "int32_t*", "as count left them; then rows among all that the feature gets, -1: absent"),
+        Argument("pools", "int32_t*", "as count left them; then of streams that ask the places alone, -1: empty. Null: "
+                 "no stream asks"),
         Argument("places", "const int64_t*", "per stream: " + ", ".join(PLACE_WORDS)),
-        Argument("words", "int32_t*", "what is sent: ids, lengths and weights of every stream"),
+        Argument("words", "int32_t*", "what is sent: ids, lengths, weights and samples asked for, of every stream"),
         *_COUNTS,
         *_POOL,
     ),
@@ -135,8 +146,18 @@ STAGES: dict[str, tuple[Argument, ...]] = {
         Argument("num_segments", "int64_t", "segments"),
         *_POOL,
     ),
+    "gather": (
+        Argument("picks", "const int64_t*", "per pick: " + ", ".join(PICK_WORDS)),
+        Argument("words", "const int32_t*", "what was received"),
+        Argument("rows", "const uint8_t*", "pools of all samples, row_bytes each"),
+        Argument("picked", "uint8_t*", "those that were asked for, pick by pick"),
+        Argument("num_picks", "int64_t", "picks"),
+        Argument("row_bytes", "int64_t", "bytes of a row"),
+        *_POOL,
+    ),
     "network_forward": (
         *_NETWORK,
+        Argument("pools", "const int32_t*", "[pooled streams, batch] as fill left them; null: none were asked for"),
         Argument("partials", "const wire_t*", "partial pools of all sources"),
         Argument("own_partials", "const wire_t*", "those of this rank itself, or null"),
         Argument("pooled", "out_t*", "[batch, output_width] result"),

@@ -54,7 +54,7 @@ def expected(training: Training, size: int) -> Traffic:
     parts = [part_of(spec, whole_batch(spec, 0), sizes_of(size, 0), rank) for rank in range(size)]
     batches = [tuple(map(np.asarray, arguments_of(part)[:2])) for part in parts]
     counted = count_ids(geometry, batches)  # type: ignore[arg-type]
-    return traffic_of(geometry, counted, Wire(weight_gradients=True), optimizer.update)
+    return traffic_of(geometry, counted, Wire(weight_gradients=True, pools="different"), optimizer.update)
 
 
 def counters_of_rank(rank: int, size: int) -> list[tuple[Counters, Counters]]:

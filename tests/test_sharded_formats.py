@@ -54,9 +54,8 @@ def test_errors_are_those_of_the_formats(size: int) -> None:
     batches = [_numbers(part_of(SPEC, whole_batch(SPEC, 0), sizes_of(size, 0), rank)) for rank in range(size)]
     geometry = Geometry(place(TRAINING.plan(size), SPEC, size, node_size_of(size)))
     for number, (forward, backward) in enumerate(PAIRS):
-        traffic = traffic_of(
-            geometry, count_ids(geometry, batches), Wire(forward, backward), TRAINING.optimizer.update  # type: ignore[arg-type]
-        )  # fmt: skip
+        wire = Wire(forward, backward, pools="different")  # type: ignore[arg-type]
+        traffic = traffic_of(geometry, count_ids(geometry, batches), wire, TRAINING.optimizer.update)
         for rank in range(size):
             assert counted[rank][number] == traffic.sent(rank), (forward, backward, rank)
 

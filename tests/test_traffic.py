@@ -48,6 +48,11 @@ CASES: list[tuple[dict[str, Any], dict[str, str]]] = [
         dict(forward="bf16", gradients="int8", duplicates="merge"),
     ),
     (dict(users=Grid(2), items=RowWise(), words=Grid(2), places=RowWise()), dict(forward="int8", gradients="fp16")),
+    (dict(users=RowWise(), items=ColumnWise(), words=TableWise(), places=TableWise(1)), dict(pools="different")),
+    (
+        dict(users=Grid(2), items=Hierarchical(), words=RowWise(), places=RowWise("block")),
+        dict(pools="different", forward="int8", duplicates="merge"),
+    ),
 ]
 """Every kind, every pooling, every class of formats; row norms where columns are split."""
 
@@ -77,6 +82,7 @@ def counters_of_rank(rank: int, size: int) -> list[dict[str, int]]:
             backend="reference",
             node_size=size // 2,
             duplicates=words.get("duplicates", "keep"),
+            pools=words.get("pools", "all"),
             formats=formats,
         )
         module.reset_counters()
@@ -146,7 +152,8 @@ def test_the_planner_expects_what_the_formulas_give(
         for table in placement.tables
         for shard in range(8)
     }
-    exact = traffic_of(geometry, Counted((64,) * n, np.tile(counts, (n, 1)), touched), step.wire, update)
+    ids = np.tile(counts, (n, 1))
+    exact = traffic_of(geometry, Counted((64,) * n, ids, np.zeros_like(ids), touched), step.wire, update)
     node = np.arange(n) // m
     same = node[:, None] == node
     for name, pairs in exact.pairs.items():
@@ -172,6 +179,25 @@ def test_expected_unique_ids_are_those_of_draws(skew: float, rows: int) -> None:
     law = Zipf(skew) if skew else Uniform()
     drawn = [len(np.unique(law.draw(np.random.default_rng(seed), 4000, rows))) for seed in range(20)]
     assert Access(skew).unique(4000, rows) == pytest.approx(np.mean(drawn), rel=0.02, abs=1)
+
+
+@pytest.mark.parametrize("length", [1, 3, 20])
+@pytest.mark.parametrize("skew", [0.0, 1.05])
+@pytest.mark.parametrize("kind", [TableWise(1), RowWise(), Grid(2)])
+def test_expected_pools_are_those_of_draws(kind: Any, skew: float, length: int) -> None:
+    """Bags of one id that are equal or fall to other shards, and longer ones: what a rank asks each owner for."""
+    from embforge.tuner.laws import Uniform, Zipf
+
+    spec = ef.CollectionSpec([ef.TableSpec("t", 5000, 8)], [ef.FeatureSpec("f", "t")])
+    placement = place(ShardPlan({"t": kind}), spec, 4, 4)
+    geometry, law, size = Geometry(placement), Zipf(skew) if skew else Uniform(), 2000
+    offsets = np.arange(size + 1) * length
+    batches = [(law.draw(np.random.default_rng(rank), size * length, 5000), offsets) for rank in range(4)]
+    counted = count_ids(geometry, batches)
+    step = Step(size, Access(skew, length), None, Wire(pools="different"))
+    expected = loads_of(placement, costs_of(placement, load_topology("h100x8"), step))["asked"]
+    for owner, streams in enumerate(geometry.streams_to):
+        assert expected[owner] == pytest.approx(counted.asked[:, streams].sum(axis=1).mean(), rel=0.1, abs=8), owner
 
 
 @pytest.mark.parametrize("by", ["modulo", "block"])

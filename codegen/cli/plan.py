@@ -77,6 +77,13 @@ class Planned:
 @click.option(
     "--duplicates", type=click.Choice(["keep", "merge"]), default="keep", show_default=True, help="As the module's."
 )
+@click.option(
+    "--pools",
+    type=click.Choice(["all", "different"]),
+    default="all",
+    show_default=True,
+    help="As the module's, whose default on CPUs is different.",
+)
 @click.option("--calibrate", is_flag=True, help="First measure this machine (half a minute) and keep the numbers.")
 @click.option(
     "--ranks", type=click.IntRange(2, 64), help="Processes that --calibrate starts. Default: one a GPU or CPU."
@@ -185,6 +192,7 @@ def _step(
     forward: Any,
     gradients: Any,
     duplicates: Any,
+    pools: Any,
 ) -> Step:
     from embforge.codegen.sharding.access import Access
     from embforge.codegen.sharding.cost import Step
@@ -196,7 +204,7 @@ def _step(
     numbers = workloads.traffic(spec, said)
     length = numbers.bag_length if said.lengths is not None or "trace:" in workload else None
     access = Access(numbers.skew or 0.0, length)
-    return Step(batch_size, access, update_named(optimizer), Wire(forward, gradients, duplicates))
+    return Step(batch_size, access, update_named(optimizer), Wire(forward, gradients, duplicates, pools=pools))
 
 
 def _constraints(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:

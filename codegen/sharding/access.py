@@ -43,6 +43,21 @@ class Access:
         """Different rows among so many ids."""
         return _unique(float(count), rows, self.skew)
 
+    def pools(self, feature: FeatureSpec, samples: int, rows: int, asked: Floats, held: Floats) -> Floats:
+        """Pools that a rank asks each shard for: of bags of several ids there, and of different single ids.
+
+        `asked`, `held`: which part of the table's ids and of its rows each shard has."""
+        length = self.ids_a_sample(feature)
+        if length <= 1:
+            single, none = length * asked, 1 - length * asked
+        else:  # every id falls into a shard by itself
+            single, none = length * asked * (1 - asked) ** (length - 1), (1 - asked) ** length
+        several = samples * np.maximum(0.0, 1 - none - single)
+        if feature.weighted:
+            return several + samples * single
+        found: Floats = several + np.minimum(samples * single, self.unique(samples * single.sum(), rows) * held)
+        return found
+
     def shares(self, rows: int, shards: int, by: By) -> Floats:
         """Which part of a table's ids each shard gets."""
         return _shares(rows, shards, by, self.skew)

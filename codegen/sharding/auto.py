@@ -30,7 +30,7 @@ from embforge.codegen.sharding.kinds import (
 from embforge.codegen.sharding.memory import fits_not, size
 from embforge.codegen.sharding.placement import COLUMN_UNIT, place_table
 from embforge.codegen.sharding.topology import Topology
-from embforge.codegen.sharding.traffic import Duplicates, Format, Wire, reductions_of
+from embforge.codegen.sharding.traffic import Duplicates, Format, Pools, Wire, reductions_of
 from embforge.codegen.spec import CollectionSpec, TableSpec
 
 ROUNDS = 3
@@ -84,6 +84,7 @@ def choose(
     workload: str | Access = "uniform",
     constraints: Mapping[str, Sequence[str]] | None = None,
     duplicates: Duplicates = "keep",
+    pools: Pools = "all",
     forward: Format = "fp32",
     gradients: Format = "fp32",
     step: Step | None = None,
@@ -94,7 +95,7 @@ def choose(
     names the table that does not fit, and by how much.
     """
     topology = topology if world_size is None else topology.of_size(world_size)
-    step = step or Step(batch_size, access_of(workload), update, Wire(forward, gradients, duplicates))
+    step = step or Step(batch_size, access_of(workload), update, Wire(forward, gradients, duplicates, pools=pools))
     allowed = _checked(spec, constraints or {})
     costs = Costs(spec, topology, step)
     searches = CROWD_WEIGHTS if len(spec.tables) * topology.world_size < MANY else CROWD_WEIGHTS[:1]

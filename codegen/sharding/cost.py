@@ -30,6 +30,7 @@ from embforge.codegen.sharding.traffic import (
     replica_bytes,
     row_bytes,
     vector_bytes,
+    worth_asking,
 )
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
@@ -46,6 +47,11 @@ METRICS = (
     "gradient_row",
     "gradient_rows",
     "norms",  # bytes of row norms sent to other owners of the same rows
+    "asking",  # streams whose pools can be asked for
+    "asked",  # pools that one source would ask for
+    "asked_numbers",  # their numbers
+    "asked_bytes",
+    "columns",  # numbers a sample of direct pooled columns
 )
 """What a rank gets of a table, in this order."""
 ROW = {name: index for index, name in enumerate(METRICS)}
@@ -194,6 +200,13 @@ class Costs:
             if not sequence and not (placed.hierarchical and feature.pooling in SUMMED_POOLINGS):
                 values[ROW["vector_row"]] += forward
                 values[ROW["gradient_row"]] += gradients
+                if step.wire.pools == "different":
+                    pools = access.pools(feature, step.batch_size, table.num_embeddings, asked, held)
+                    values[ROW["asking"]] += 1
+                    values[ROW["asked"]] += pools
+                    values[ROW["asked_numbers"]] += pools * width
+                    values[ROW["asked_bytes"]] += pools * forward
+                    values[ROW["columns"]] += width
             if step.update is not None:
                 values[ROW["updated"]] += n * ids * (_lines(4 * width) + SORT_BYTES)
         if step.update is not None:
@@ -232,7 +245,7 @@ def row_of(width: int, dtype: Any, update: Update | None) -> tuple[int, int]:
 
 def _add_shared(pieces: Sequence[Piece], costs: Sequence[Floats], ranks: Any, values: Floats) -> None:
     """Adds up what pieces cost their ranks. Pieces of one rank and shard share a stream, which is counted once."""
-    of_streams = [ROW[name] for name in ("streams", "pooled", "ids", "weighted")]
+    of_streams = [ROW[name] for name in ("streams", "pooled", "ids", "weighted", "asking", "asked")]
     taken: set[tuple[int, int, int]] = set()
     for piece, cost in zip(pieces, costs, strict=True):
         for shard, rank in enumerate(piece.owners):
@@ -283,15 +296,23 @@ class Loads:
         step = self.costs.step
         wire, samples = step.wire, step.batch_size
         wide = self.total("wide") > 0.5
+        asks = worth_asking(self["asked"], self["asked_numbers"], samples, self["columns"]) & (self["columns"] > 0)
+        asked = np.where(asks, self["asked"], 0.0)
         found = {
-            "header": header_bytes(self["streams"]),
-            "ids": id_bytes(self["ids"], samples, self["pooled"], self["weighted"], wide),
-            "vectors": vector_bytes(self["vector_row"], samples, self["vector_rows"]),
+            "header": header_bytes(self["streams"] + self["asking"]),
+            "ids": id_bytes(self["ids"], samples, self["pooled"], self["weighted"], wide, asked),
+            "vectors": np.where(asks, self["asked_bytes"] + self["vector_rows"], self._all_vectors),
         }
         if step.update is not None:
             found["gradients"] = vector_bytes(self["gradient_row"], samples, self["gradient_rows"])
             if wire.weight_gradients:
                 found["weight_gradients"] = 4 * self["weighted"]
+        return found
+
+    @property
+    def _all_vectors(self) -> Floats:
+        """Bytes of vectors from each owner to any one rank, if pools of all bags travel."""
+        found: Floats = vector_bytes(self["vector_row"], self.costs.step.batch_size, self["vector_rows"])
         return found
 
     def hierarchical(self) -> dict[str, Floats]:
@@ -306,11 +327,12 @@ class Loads:
         return found
 
     def buffers(self) -> Floats:
-        """Bytes of a rank beside rows and states: what it sends and receives, the next batch's ids, its results."""
+        """Bytes of a rank beside rows and states: what it sends and receives, the next batch's ids, its results. Pools
+        of all bags are made, whichever of them travel."""
         n, step = self.costs.topology.world_size, self.costs.step
         between = self.to_owner()
         ids = between["ids"] + between["header"]
-        moved = 2 * ids + between["vectors"] + between.get("gradients", 0)
+        moved = 2 * ids + self._all_vectors + between.get("gradients", 0)
         passes = 1 if step.update is None else 2
         apart = passes * (2 * n * step.batch_size * self.total("inside_row") + self.costs.result_bytes)
         found: Floats = moved.sum(axis=-1, keepdims=True) + n * (moved + SORT_BYTES * self["ids"]) + apart

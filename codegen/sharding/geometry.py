@@ -71,6 +71,16 @@ class Local:
 
 
 @dataclass(frozen=True)
+class DirectFeature:
+    """Columns of a rank's pooled result that go straight to the ranks of the samples."""
+
+    rank: int
+    stream: int
+    column: int
+    width: int
+
+
+@dataclass(frozen=True)
 class PooledPiece:
     """Columns of the pooled result: the partial pools of every row shard, and where they stand in their owner's
     rows."""
@@ -175,6 +185,30 @@ class Geometry:
             for piece in self.placement.by_name[feature.table].pieces
         }
         return tuple(found)
+
+    @cached_property
+    def direct_features(self) -> tuple[DirectFeature, ...]:
+        """All pooled features of ranks' own collections whose results take the direct way, by rank and column."""
+        return tuple(
+            DirectFeature(rank, found.stream, placed.column, placed.width)
+            for rank, local in enumerate(self.locals)
+            if local is not None
+            for placed, found in zip(local.layout.features, local.features, strict=True)
+            if placed.column is not None and placed.column < local.direct_width
+        )
+
+    @cached_property
+    def direct_columns(self) -> tuple[int, ...]:
+        """Of each stream the columns of its pools that take the direct way back."""
+        columns = [0] * len(self.streams)
+        for feature in self.direct_features:
+            columns[feature.stream] += feature.width
+        return tuple(columns)
+
+    @cached_property
+    def asking_to(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the streams that go to it whose pools can be asked for."""
+        return tuple(tuple(t for t in streams if self.direct_columns[t]) for streams in self.streams_to)
 
     @cached_property
     def wide_ids(self) -> bool:

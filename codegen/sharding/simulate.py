@@ -125,7 +125,7 @@ def assumptions(topology: Topology, step: Step) -> list[str]:
         f"{link.message * 1e6:g} µs a peer; a rail {rail.bandwidth / 1e9:,.4g} GB/s, {rail.latency * 1e6:g} µs, "
         f"{rail.message * 1e6:g} µs; both at the same time",
         f"{step.batch_size:,} samples on every rank, ids {step.access}, {update}; vectors travel as {wire.forward}, "
-        f"gradients as {wire.gradients}, duplicates: {wire.duplicates}",
+        f"gradients as {wire.gradients}, duplicates: {wire.duplicates}, pools: {wire.pools}",
         "phases follow each other and all ranks wait for the slowest; the dense part of a model is not in it",
     ]
 

@@ -23,6 +23,7 @@ from embforge.codegen.sharding.placement import TablePlacement
 Format = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 FORMATS: tuple[str, ...] = get_args(Format)
 Duplicates = Literal["merge", "keep"]
+Pools = Literal["all", "different"]
 HEADER_WORDS = 8
 COUNTERS = (
     "header",
@@ -53,9 +54,12 @@ class Wire:
     """Of features whose rows travel one by one: `merge` sends a row that a rank wants once."""
     weight_gradients: bool = False
     """Whether weights of samples want gradients."""
+    pools: Pools = "all"
+    """Of pooled features: `different` asks for no empty pool and for equal ones once, where that pays."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("forward", FORMATS), ("gradients", FORMATS), ("duplicates", get_args(Duplicates))):
+        known = {"forward": FORMATS, "gradients": FORMATS}
+        for name, allowed in (known | {"duplicates": get_args(Duplicates), "pools": get_args(Pools)}).items():
             if getattr(self, name) not in allowed:
                 raise PlanError(f"wire: {name}={getattr(self, name)!r} is not known; allowed: {', '.join(allowed)}")
 
@@ -68,6 +72,8 @@ class Counted:
     """Of each rank."""
     ids: Ints
     """`[rank, stream]`: ids that a rank puts into a stream."""
+    asked: Ints
+    """`[rank, stream]`: pools that a rank asks for, if it asks."""
     touched: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """By (table, row shard): rows that get a gradient, from whatever rank. Wanted for column-split tables only."""
 
@@ -96,10 +102,17 @@ def header_bytes(streams: Any) -> Any:
     return 8 * (HEADER_WORDS + streams)
 
 
-def id_bytes(ids: Any, samples: Any, pooled: Any, weighted: Any, wide: Any) -> Any:
-    """Ids, lengths of bags (of `pooled` streams) and weights of samples (of `weighted` ids)."""
+def id_bytes(ids: Any, samples: Any, pooled: Any, weighted: Any, wide: Any, asked: Any = 0) -> Any:
+    """Ids, lengths of bags (of `pooled` streams), weights of samples (of `weighted` ids), and which pools are asked
+    for."""
     width = 4 + 4 * wide
-    return _up(width * ids + 4 * samples * pooled + 4 * weighted, width)
+    return _up(width * ids + 4 * samples * pooled + 4 * (weighted + asked), width)
+
+
+def worth_asking(asked: Any, asked_numbers: Any, samples: Any, columns: Any) -> Any:
+    """Whether a rank asks another for `asked` pools of `asked_numbers` numbers instead of getting `columns` numbers of
+    each sample: if a quarter of them can stay where it is. A place in the list counts as a number."""
+    return 4 * (asked_numbers + asked) <= 3 * samples * columns
 
 
 def vector_bytes(per_sample: Any, samples: Any, sequence: Any) -> Any:
@@ -129,10 +142,13 @@ def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, u
         sent = counted.ids[:, list(streams)]
         pooled = sum(not stream.sequence for stream in described)
         weighted = sent[:, [stream.weighted for stream in described]].sum(axis=1)
-        pairs["header"][:, d] = header_bytes(len(streams))
-        pairs["ids"][:, d] = id_bytes(sent.sum(axis=1), samples, pooled, weighted, geometry.wide_ids)
-        pairs["vectors"][d] = _vectors(geometry, d, counted, wire.forward)
-        pairs["gradients"][:, d] = _vectors(geometry, d, counted, wire.gradients)
+        asking = asking_of(geometry, d, counted) if wire.pools == "different" else np.zeros(n, dtype=bool)
+        asked = np.where(asking, counted.asked[:, list(geometry.asking_to[d])].sum(axis=1), 0)
+        told = len(streams) + len(geometry.asking_to[d]) * (wire.pools == "different")
+        pairs["header"][:, d] = header_bytes(told)
+        pairs["ids"][:, d] = id_bytes(sent.sum(axis=1), samples, pooled, weighted, geometry.wide_ids, asked)
+        pairs["vectors"][d] = _vectors(geometry, d, counted, wire.forward, asking)
+        pairs["gradients"][:, d] = _vectors(geometry, d, counted, wire.gradients, np.zeros(n, dtype=bool))
         if wire.weight_gradients:
             pairs["weight_gradients"][d] = 4 * weighted
     _hierarchical(geometry, samples, wire, pairs)
@@ -145,20 +161,28 @@ def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, u
     return Traffic(pairs)
 
 
-def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str) -> Ints:
+def asking_of(geometry: Geometry, owner: int, counted: Counted) -> NDArray[np.bool_]:
+    """Of each rank whether it asks the owner for pools."""
+    streams = list(geometry.asking_to[owner])
+    columns = np.array([geometry.direct_columns[t] for t in streams], dtype=np.int64)
+    asked = counted.asked[:, streams]
+    found = worth_asking(asked.sum(axis=1), asked @ columns, np.asarray(counted.samples), columns.sum())
+    return np.asarray(found & (columns.sum() > 0))
+
+
+def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str, asking: NDArray[np.bool_]) -> Ints:
     """Bytes between an owner and every rank."""
     local = geometry.locals[owner]
     samples = np.asarray(counted.samples, dtype=np.int64)
     if local is None:
         return np.zeros_like(samples)
-    per_sample, sequence = 0, np.zeros_like(samples)
+    pooled, sequence = np.zeros_like(samples), np.zeros_like(samples)
     for placed, found in zip(local.layout.features, local.features, strict=True):
         if placed.column is None:
             sequence += row_bytes(format, placed.width) * counted.ids[:, found.stream]
         elif placed.column < local.direct_width:
-            per_sample += row_bytes(format, placed.width)
-    total: Ints = vector_bytes(per_sample, samples, sequence)
-    return total
+            pooled += row_bytes(format, placed.width) * np.where(asking, counted.asked[:, found.stream], samples)
+    return pooled + sequence
 
 
 def _hierarchical(geometry: Geometry, samples: Ints, wire: Wire, pairs: dict[str, Ints]) -> None:
@@ -205,6 +229,7 @@ def count_ids(
     home, and so do ids outside their table.
     """
     counts = np.zeros((geometry.world_size, len(geometry.streams)), dtype=np.int64)
+    asked = np.zeros_like(counts)
     touched: dict[tuple[str, int], list[NDArray[Any]]] = {}
     samples = tuple((len(offsets) - 1) // len(geometry.spec.features) for _, offsets in batches)
     for rank, (values, offsets) in enumerate(batches):
@@ -213,6 +238,8 @@ def count_ids(
             placed = geometry.placement.by_name[feature.table]
             first, last = (int(offsets[(bucketing.feature + i) * samples[rank]]) for i in (0, 1))
             given = ids = values[first:last]
+            borders = offsets[bucketing.feature * samples[rank] : (bucketing.feature + 1) * samples[rank] + 1]
+            bags = np.repeat(np.arange(samples[rank]), np.diff(borders))
             ids = ids[(ids >= 0) & (ids < placed.table.num_embeddings)]
             trained = ids if feature.padding_idx is None else ids[ids != feature.padding_idx]
             sequence = feature.pooling in SEQUENCE_POOLINGS
@@ -222,10 +249,24 @@ def count_ids(
                     mine = np.unique(mine)
                 whole = not sequence and len(bucketing.streams) == 1
                 counts[rank, stream] = len(given) if whole else len(mine)
+                if not sequence:
+                    here = np.ones(len(given), dtype=bool) if whole else _is_in(given, mine)
+                    asked[rank, stream] = _asked(given, bags, here, placed.table.num_embeddings, feature.weighted)
                 rows = _of_shard(trained, placed, len(bucketing.streams), shard)
                 touched.setdefault((feature.table, shard), []).append(rows)
     seen = {key: len(np.unique(np.concatenate(rows))) for key, rows in touched.items()}
-    return Counted(samples, counts, seen)
+    return Counted(samples, counts, asked, seen)
+
+
+def _is_in(ids: NDArray[Any], wanted: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.isin(ids, np.unique(wanted))
+
+
+def _asked(ids: NDArray[Any], bags: NDArray[Any], here: NDArray[np.bool_], rows: int, weighted: bool) -> int:
+    """Pools that are asked for: of bags that are not empty, those of one id and no weight once for all with that id."""
+    lengths = np.bincount(bags[here], minlength=bags[-1] + 1 if len(bags) else 0)
+    single = here & (lengths[bags] == 1) & (ids >= 0) & (ids < rows) & (not weighted)
+    return int((lengths > 0).sum() - single.sum() + len(np.unique(ids[single])))
 
 
 def _of_shard(ids: NDArray[Any], placed: TablePlacement, shards: int, shard: int) -> NDArray[Any]:

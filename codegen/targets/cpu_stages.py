@@ -20,6 +20,7 @@ def word_enums() -> list[tuple[str, tuple[str, ...]]]:
         ("STREAM", stages.STREAM_WORDS),
         ("PLACE", stages.PLACE_WORDS),
         ("SEGMENT", stages.SEGMENT_WORDS),
+        ("PICK", stages.PICK_WORDS),
         ("PIECE", stages.PIECE_WORDS),
         ("SOURCE", stages.SOURCE_WORDS),
         ("PART", stages.PART_WORDS),

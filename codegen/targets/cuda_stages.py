@@ -19,28 +19,31 @@ COUNTERS = 1024
 SAMPLES = 32
 """Of a block that pools, or spreads gradients."""
 ROW_BITS = 42
-"""Of a key of a sequence's id; the stream has the others but the sign's."""
+"""Of a key: of a sequence's id or, but for the first, of a bag's only id; the stream has the others but the sign's."""
 MOST_STREAMS = 2 ** (63 - ROW_BITS) - 2
 BF16_ARCH = 80
 """The first architecture that converts to bf16 by an instruction."""
 
-_PARTS = Argument("parts", "int64_t", "blocks that share a bucketing, stream or segment")
+_PARTS = Argument("parts", "int64_t", "blocks that share a bucketing, segment or pick")
 _RUN = Argument("run", "int64_t", "samples that a warp takes")
 WORKSPACE: dict[str, tuple[Argument, ...]] = {
     "count": (
-        Argument("keys", "int64_t*", "[layers, num_values] stream and row of a sequence's ids; zeros before"),
+        Argument("keys", "int64_t*", "[layers, num_values] stream and row of a sequence's ids, then of pools that are "
+                 "asked for [pooled streams, batch]; zeros before"),
         Argument("sorted_keys", "const int64_t*", "those in order"),
         Argument("order", "const int64_t*", "where each of them stood"),
-        Argument("heads", "int32_t*", "1 where a row begins that is sent, by sorted key"),
+        Argument("heads", "int32_t*", "1 where a row begins that is sent, or a pool that is asked for, by sorted key"),
         Argument("ranks", "const int32_t*", "those summed up"),
-        Argument("firsts", "int32_t*", "rows that all streams before a stream send"),
-        Argument("num_keys", "int64_t", "layers * num_values"),
+        Argument("firsts", "int32_t*", "heads of all streams before a stream"),
+        Argument("num_keys", "int64_t", "keys"),
+        Argument("num_slots", "int64_t", "layers * num_values: where keys of pools begin"),
         _RUN,
         _PARTS,
     ),
     "fill": (Argument("ends", "const int32_t*", "lengths, summed up along the samples"), _RUN, _PARTS),
     "regroup": (_PARTS,),
-}
+    "gather": (_PARTS,),
+}  # fmt: skip
 """What kernels take behind the arguments of their stage."""
 
 KERNELS: dict[str, dict[str, str]] = {
@@ -50,12 +53,14 @@ KERNELS: dict[str, dict[str, str]] = {
         "divisors": "sum_divisors",
         "totals": "sum_lengths",
         "keys": "make_keys",
+        "pools": "make_pool_keys",
         "heads": "mark_heads",
         "firsts": "find_firsts",
         "slots": "give_slots",
     },
-    "fill": {"lengths": "fill_lengths", "pooled": "fill_pooled", "sequence": "fill_sequence"},
+    "fill": {"lengths": "fill_lengths", "asked": "fill_asked", "pooled": "fill_pooled", "sequence": "fill_sequence"},
     "regroup": {"values": "regroup_values", "borders": "regroup_borders"},
+    "gather": {"rows": "gather_rows"},
     "network_forward": {"pool": "pool_network"},
     "network_backward": {"spread": "spread_network"},
     "pack": {"rows": "pack_rows"},

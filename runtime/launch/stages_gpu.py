@@ -31,8 +31,12 @@ WARPS = THREADS // WARP
 IDS_A_WARP = 128
 """That a warp which deals out ids has at least, on average."""
 WORDS_A_THREAD = 8
+BYTES_A_THREAD = 64
+"""That a thread gathers: as many vectors as it has on their way at once."""
 MOST_PARTS = 64
 """Blocks that share a bucketing or segment, at most."""
+MOST_GATHERING = 1024
+"""Blocks that share a pick, at most: a pick may be all there is, so that they should fill a GPU."""
 MOST_IDS = 2**31 - 64
 """Positions are counted in 31 bits, and a warp looks one window past the last."""
 MOST_BLOCKS = 2**31 - 1
@@ -40,16 +44,17 @@ MOST_BLOCKS = 2**31 - 1
 Empty = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 RESULTS = {
-    "count": ("lengths", "slots", "divisors", "header"),
+    "count": ("lengths", "slots", "pools", "divisors", "header"),
     "fill": ("words",),
     "regroup": ("values", "offsets", "weights"),
+    "gather": ("picked",),
     "network_forward": ("pooled", "winners"),
     "network_backward": ("partials", "own_partials"),
     "pack": ("bytes",),
     "unpack": ("numbers",),
 }
 """By stage, what its kernels write and, before that, never read."""
-CHANGED = {"count": ("mistake",), "fill": ("slots",)}
+CHANGED = {"count": ("mistake",), "fill": ("slots", "pools")}
 """What they write beside that; it holds something before."""
 
 Step = KernelLaunch | Callable[[], None]
@@ -151,9 +156,12 @@ class _Maker:
     def _count(self) -> None:
         bucketings, warps, parts = self._deal()
         batch, streams = self._number("batch"), self._streams()
-        keys = self._size("slots")
+        slots, pools = self._size("slots"), self._size("pools")
+        keys = slots + pools
         if keys > MOST_IDS:
-            raise ValueError(f"slots: {keys} ids of sequences; a stage takes {MOST_IDS} at most; split the batch")
+            raise ValueError(
+                f"slots, pools: {slots} ids, {pools} bags; a stage takes {MOST_IDS} at most; split the batch"
+            )
         mistake = self._tensor("mistake")
         self._steps.append(lambda: _run(mistake.zero_))
         self._launch("borders", max(1, -(-batch * self._number("num_features") // THREADS)))
@@ -161,7 +169,7 @@ class _Maker:
         if self._given["weights"] is not None and self._number("divisor_width"):
             self._launch("divisors", -(-bucketings * -(-batch // WARP) // WARPS))
         self._launch("totals", bucketings * parts)
-        self._given["num_keys"] = keys
+        self._given |= {"num_keys": keys, "num_slots": slots}
         made = self._make("keys", keys, torch.int64, by_torch=True)
         in_order = self._make("sorted_keys", keys, torch.int64, by_torch=True)
         order = self._make("order", keys, torch.int64, by_torch=True)
@@ -171,6 +179,8 @@ class _Maker:
         if keys:
             self._steps.append(lambda: _run(made.zero_))
         self._launch("keys", bucketings * parts)
+        if pools:
+            self._launch("pools", -(-warps // WARPS))
         if keys:
             self._steps.append(lambda: _run(torch.sort, made, stable=True, out=(in_order, order)))
             self._launch("heads", -(-keys // THREADS))
@@ -186,6 +196,8 @@ class _Maker:
             rows = lengths.view(-1, batch)
             self._steps.append(lambda: _run(torch.cumsum, rows, 1, dtype=torch.int32, out=ends.view(-1, batch)))
             self._launch("lengths", bucketings * parts)
+            if self._size("pools"):
+                self._launch("asked", bucketings * parts)
             self._launch("pooled", -(-warps // WARPS))
         if self._size("slots"):
             self._launch("sequence", bucketings * parts)
@@ -197,6 +209,13 @@ class _Maker:
         self._given["parts"] = parts
         self._launch("values", segments * parts)
         self._launch("borders", max(1, segments))
+
+    def _gather(self) -> None:
+        picks = self._number("num_picks")
+        bytes_ = self._size("picked") * self._tensor("picked").element_size()
+        parts = min(MOST_GATHERING, max(1, bytes_ // (max(picks, 1) * THREADS * BYTES_A_THREAD)))
+        self._given["parts"] = parts
+        self._launch("rows", picks * parts)
 
     def _network_forward(self) -> None:
         self._launch("pool", self._number("num_pieces") * -(-self._number("batch") // SAMPLES))

@@ -21,7 +21,7 @@ REFUSED = "refused"
 
 
 def wrong_argument(
-    spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str, formats: Any
+    spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str, pools: str | None, formats: Any
 ) -> Exception | None:
     """What cannot be, whatever the other ranks say."""
     if not isinstance(spec, CollectionSpec):
@@ -42,6 +42,8 @@ def wrong_argument(
         return ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
     if duplicates not in ("keep", "merge"):
         return ValueError(f"duplicates={duplicates!r} is not known; allowed: keep, merge")
+    if pools not in (None, "all", "different"):
+        return ValueError(f"pools={pools!r} is not known; allowed: all, different, or None")
     if not isinstance(formats, Formats):
         return TypeError(
             f"formats: got {type(formats).__name__}; allowed: Formats, as Formats(forward='bf16'), or None"

@@ -51,8 +51,10 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     `optimizer`: one of `ef.optim`; gradients of all ranks are added (`average_gradients`: divided by the number of
     ranks, as DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and
     every gradient back, so that results and training equal the unsharded collection's bit by bit; "merge" sends equal
-    ids once and adds up their gradients before they travel. `formats`: number formats on the wire. `node_size`: ranks a
-    node, if torchrun does not say. `timeout`: of the module's groups; None: as the given group's.
+    ids once and adds up their gradients before they travel. `pools`: "different" asks the holders for no empty pool and
+    for equal ones once, "all" gets one of every bag; results are the same bits; None: "different" on CPUs, "all" on
+    GPUs, where finding equal ones takes a sort. `formats`: number formats on the wire. `node_size`: ranks a node, if
+    torchrun does not say. `timeout`: of the module's groups; None: as the given group's.
     `topology`: whose memory a rank has; a table that does not fit is named before anything is allocated. What has the
     name of an argument or method of `EmbeddingCollection` means the same.
     """
@@ -70,6 +72,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         accumulate: bool = False,
         average_gradients: bool = False,
         duplicates: str = "keep",
+        pools: str | None = None,
         formats: Formats | None = None,
         kernels: str | Path | None = None,
         batch_size: int | None = None,
@@ -93,14 +96,15 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self._ranks.node_size = common_node_size(self._ids)
         self._calls = 0
         told = {
-            "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates,
+            "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates, "pools": pools,
             "formats": asdict(self.formats) if isinstance(self.formats, Formats) else None,
             "bounds_check": bounds_check, "node_size": self._ranks.node_size, "device": device.type,
             "bases": [asdict(base) for base in _bases or ()],
         }  # fmt: skip
-        refused = wrong_argument(spec, plan, optimizer, bounds_check, duplicates, self.formats)
+        refused = wrong_argument(spec, plan, optimizer, bounds_check, duplicates, pools, self.formats)
         seed = self._agree(optimizer, refused, told)
         given = {"accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates}
+        given |= {"pools": pools}
         given |= {"backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology}
         try:
             self._make(optimizer, _bases, seed, **given)  # type: ignore[arg-type]
@@ -118,6 +122,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         accumulate: bool,
         average_gradients: bool,
         duplicates: str,
+        pools: str | None,
         kernels: str | Path | None,
         batch_size: int | None,
         topology: Topology | None,
@@ -156,7 +161,8 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
             computed_in(backward),
             spec.output_dtype,
         )
-        wiring = Wiring(self.geometry, self._ranks.rank, device, bases)
+        asks = self._ranks.size > 1 and (pools or ("different" if device.type == "cpu" else "all")) == "different"
+        wiring = Wiring(self.geometry, self._ranks.rank, device, bases, asks=asks)
         self.distributor = Distributor(
             wiring, self._ids, stage_plan, bounds_check, duplicates == "merge", kernel_directory
         )

@@ -20,6 +20,7 @@ from embforge.codegen.errors import RankError
 from embforge.codegen.stages import FLAGS, HEADER_WORDS, MISTAKES, PLACE_WORDS, SEGMENT_WORDS, StagePlan
 from embforge.inputs import BOUNDS_CHECKS, Batch, raise_bad_input
 from embforge.launch.stages import Stages, stages_of
+from embforge.sharded.asking import Asked, Askers, Wanted
 from embforge.sharded.comm import Exchange
 from embforge.sharded.wiring import FIXED, Numbers, Wiring
 
@@ -52,6 +53,8 @@ class Distributed:
     """Of this rank's own batch: where each feature's ids begin and end."""
     flags: int
     """What any rank wants of this call."""
+    wanted: Wanted | None
+    """Which pools travel; None: one of every bag."""
 
     @property
     def total(self) -> int:
@@ -104,19 +107,30 @@ class Distributor:
         features = len(self.wiring.geometry.spec.features)
         sent = host[self.wiring.header_at] if len(self.wiring.header_at) else np.zeros(0, dtype=np.int64)
         samples = told[:, _BATCH]
-        words_in, incoming = self._exchange_ids(stages, own, counted, sent, told[:, FIXED:], samples)
+        end = FIXED + len(self.wiring.geometry.streams_to[rank])
+        counts = told[:, FIXED:end]
+        asked = self.askers.asked(told[:, end:], host, samples) if self.wiring.asks else None
+        words_in, incoming = self._exchange_ids(stages, own, counted, sent, counts, samples, asked)
         return Distributed(
             own,
             tuple(samples.tolist()),
             sent,
-            told[:, FIXED:],
+            counts,
             counted.lengths,
             counted.divisors,
             counted.slots,
             self._regroup(stages, words_in, incoming),
             tuple(border_list) if own.batch else (0,) * (features + 1),
             int(np.bitwise_or.reduce(told[:, _FLAGS])),
+            None
+            if asked is None or counted.pools is None
+            else Wanted(asked, counted.pools, words_in, incoming.lists_at),
         )
+
+    @cached_property
+    def askers(self) -> Askers:
+        """Who asks whom for what."""
+        return Askers(self.wiring)
 
     @cached_property
     def _plans(self) -> dict[torch.dtype, StagePlan]:
@@ -144,6 +158,7 @@ class Distributor:
         size, count = batch.batch, batch.values.numel()
         lengths = like.new_empty((wiring.num_length_rows, size), dtype=torch.int32)
         slots = like.new_empty((wiring.layers, count), dtype=torch.int32)
+        pools = lengths.new_empty(lengths.shape) if wiring.asks else None
         divisors = like.new_empty((size, wiring.divisor_width), dtype=torch.float32)
         header = like.new_zeros(wiring.header_words, dtype=torch.int64)
         mistake = like.new_zeros(_VALUE + 1, dtype=torch.int64)
@@ -158,6 +173,7 @@ class Distributor:
             weights=batch.weights,
             lengths=lengths,
             slots=slots,
+            pools=pools,
             divisors=divisors,
             header=header,
             mistake=mistake,
@@ -169,22 +185,31 @@ class Distributor:
             merge=int(self.merge),
             divisor_width=wiring.divisor_width,
         )
-        return _Counted(lengths, slots, divisors, header, mistake)
+        return _Counted(lengths, slots, pools, divisors, header, mistake)
 
     def _uncounted(self, batch: Batch) -> _Counted:
         """What a rank has to tell that could not count."""
         none = batch.values.new_zeros(0)
         header = batch.values.new_zeros(self.wiring.header_words, dtype=torch.int64)
-        return _Counted(none, none, none, header, batch.values.new_zeros(_VALUE + 1, dtype=torch.int64))
+        return _Counted(none, none, None, none, header, batch.values.new_zeros(_VALUE + 1, dtype=torch.int64))
 
     def _exchange_ids(
-        self, stages: Stages, batch: Batch, counted: _Counted, sent: Numbers, received: Numbers, samples: Numbers
+        self,
+        stages: Stages,
+        batch: Batch,
+        counted: _Counted,
+        sent: Numbers,
+        received: Numbers,
+        samples: Numbers,
+        asked: Asked | None,
     ) -> tuple[Tensor, _Incoming]:
         """The words that came in, and where in them what is."""
-        wiring = self.wiring
-        outgoing = self._remembered(("out", sent.tobytes(), batch.batch), lambda: self._outgoing(sent, batch.batch))
+        wiring, key = self.wiring, () if asked is None else asked.key
+        outgoing = self._remembered(
+            ("out", sent.tobytes(), batch.batch, key), lambda: self._outgoing(sent, batch.batch, asked)
+        )
         incoming = self._remembered(
-            ("in", received.tobytes(), samples.tobytes()), lambda: self._incoming(received, samples)
+            ("in", received.tobytes(), samples.tobytes(), key), lambda: self._incoming(received, samples, asked)
         )
         words = torch.empty(sum(outgoing.sizes), dtype=torch.int32, device=batch.values.device)
         stages.run(
@@ -198,6 +223,7 @@ class Distributor:
             weights=batch.weights,
             lengths=counted.lengths,
             slots=counted.slots,
+            pools=counted.pools,
             places=outgoing.places,
             words=words,
             num_features=len(wiring.geometry.spec.features),
@@ -218,20 +244,24 @@ class Distributor:
             found = self._known.setdefault(key, make())
         return found
 
-    def _outgoing(self, sent: Numbers, size: int) -> _Outgoing:
+    def _outgoing(self, sent: Numbers, size: int, asked: Asked | None) -> _Outgoing:
         index = self.wiring.sending.index
-        counts = np.where(index >= 0, sent[index] if len(sent) else 0, 0)
-        blocks = self.wiring.sending.blocks(counts, np.full(len(index), size, dtype=np.int64))
-        places = np.zeros((len(sent), len(PLACE_WORDS)), dtype=np.int64)
         known = index >= 0
+        counts = np.where(known, sent[index] if len(sent) else 0, 0)
+        asking = np.zeros(len(index), dtype=bool) if asked is None else asked.owners
+        pools = np.zeros_like(counts) if asked is None else np.where(known & asking[:, None], asked.of_owners[index], 0)
+        blocks = self.wiring.sending.blocks(counts, np.full(len(index), size, dtype=np.int64), pools)
+        places = np.zeros((len(sent), len(PLACE_WORDS)), dtype=np.int64)
         for word, found in enumerate((blocks.ids_at, blocks.lengths_at, blocks.weights_at)):
             places[index[known], word] = found[known]
+        places[index[known], PLACE_WORDS.index("asked_at")] = np.where(asking[:, None], blocks.asked_at, -1)[known]
         for streams in self.wiring.sequence_streams:
             places[streams, PLACE_WORDS.index("base")] = np.cumsum(sent[streams]) - sent[streams]
         return _Outgoing(_to(places, self.wiring.device), blocks.sizes.tolist())
 
-    def _incoming(self, received: Numbers, samples: Numbers) -> _Incoming:
-        blocks = self.wiring.receiving.blocks(received, samples)
+    def _incoming(self, received: Numbers, samples: Numbers, asked: Asked | None) -> _Incoming:
+        pools = np.zeros_like(received) if asked is None else asked.by_sources * asked.sources[:, None]
+        blocks = self.wiring.receiving.blocks(received, samples, pools)
         total = int(samples.sum())
         columns, pooled, weighted = self.wiring.own_streams
         counts = received[:, columns].T  # [features, ranks]
@@ -247,7 +277,8 @@ class Distributor:
         }
         segments = np.stack([found[word].reshape(-1) for word in SEGMENT_WORDS], axis=1)
         sizes = blocks.sizes.tolist()
-        return _Incoming(_to(segments, self.wiring.device), sizes, total, tuple(counts.sum(1).tolist()))
+        per_feature = tuple(counts.sum(1).tolist())
+        return _Incoming(_to(segments, self.wiring.device), sizes, total, per_feature, blocks.asked_at)
 
     def _regroup(self, stages: Stages, words: Tensor, incoming: _Incoming) -> Batch | None:
         geometry, rank = self.wiring.geometry, self.wiring.rank
@@ -334,12 +365,15 @@ class _Incoming(NamedTuple):
     samples: int
     per_feature: tuple[int, ...]
     """Ids of each feature of this rank's own collection."""
+    lists_at: Numbers
+    """`[ranks, streams]`: where the samples stand whose pools are asked for."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Counted:
     lengths: Tensor
     slots: Tensor
+    pools: Tensor | None
     divisors: Tensor
     header: Tensor
     mistake: Tensor

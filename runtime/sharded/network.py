@@ -30,6 +30,7 @@ from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of, update_metadata_of
 from embforge.launch.stages import stages_of
+from embforge.sharded.asking import Askers, Wanted
 from embforge.sharded.buffers import Buffers
 from embforge.sharded.distribute import Distributed
 from embforge.sharded.vectors import ALIGNMENT, Arrived, Room
@@ -83,9 +84,12 @@ class Network:
             stages_of(self.plan, self.kernels).run(
                 "network_forward",
                 pieces=pieces,
-                sources=self._sources(self.wiring.pieces, arrived.begins, None if own is None else own.shape[1]),
+                sources=self._sources(
+                    self.wiring.pieces, arrived.begins, None if own is None else own.shape[1], arrived.wanted
+                ),
                 lengths=done.lengths,
                 divisors=done.divisors,
+                pools=None if arrived.wanted is None else arrived.wanted.pools,
                 partials=partials,
                 own_partials=own,
                 pooled=pooled,
@@ -124,15 +128,24 @@ class Network:
                 winner_width=self.wiring.winner_width,
             )
 
-    def _sources(self, pieces: tuple[Tensor, Any, Any], begins: tuple[int, ...], own_width: int | None) -> Tensor:
+    def _sources(
+        self,
+        pieces: tuple[Tensor, Any, Any],
+        begins: tuple[int, ...],
+        own_width: int | None,
+        wanted: Wanted | None = None,
+    ) -> Tensor:
         """Partial pools with the places that their blocks have in this batch; usually those of the last one."""
-        key = (id(pieces[2]), begins, own_width)
+        key = (id(pieces[2]), begins, own_width, None if wanted is None else wanted.asked.key)
         found = self._placed.get(key)
         if found is None:
             _, owners, sources = pieces
             placed = sources.copy()
             if len(owners):
-                placed[:, 0] = np.array(begins)[owners]
+                if wanted is None:
+                    placed[:, 0] = np.array(begins)[owners]
+                else:
+                    placed = self._askers.placed(wanted.asked, begins, owners, sources)
                 own = owners == self.wiring.rank
                 if own_width is not None:
                     placed[own, 0], placed[own, 1], placed[own, 4] = 0, own_width, 1
@@ -141,6 +154,10 @@ class Network:
                 self._placed.clear()
             self._placed[key] = found
         return found
+
+    @cached_property
+    def _askers(self) -> Askers:
+        return Askers(self.wiring)
 
     # ---- Rows that travel one by one ----------------------------------------------------------------------
 

@@ -40,6 +40,11 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
                 )
         if options.get("formats") is not None:
             raise ValueError("formats: a reduce-scatter adds fp32; ShardedEmbeddingCollection has other formats")
+        if options.setdefault("pools", "all") != "all":
+            raise ValueError(
+                f"pools={options['pools']!r}: a reduce-scatter adds pools of all bags; allowed: 'all'; "
+                "ShardedEmbeddingCollection has 'different' too"
+            )
         members = _fuse(spec)
         fused = members.spec
         super().__init__(fused, ShardPlan.row_wise(fused), process_group, optimizer, _bases=members.bases, **options)
@@ -136,7 +141,7 @@ class ReducedVectors(Vectors):
     def to_samples(self, done: Distributed, pooled: Tensor | None, sequence: Tensor | None) -> Arrived:
         assert pooled is not None and (sequence is None or not sequence.numel())
         scattered = self.exchange.reduce_scatter("vectors", pooled, done.samples)
-        return Arrived(scattered.reshape(-1), (0,) * self.wiring.geometry.world_size, None, [])
+        return Arrived(scattered.reshape(-1), (0,) * self.wiring.geometry.world_size, None, None, [])
 
     def room(self, done: Distributed) -> Room:
         size = done.samples[self.rank] * sum(self.widths[self.rank])

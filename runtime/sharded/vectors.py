@@ -1,16 +1,14 @@
 """Vectors between ranks: results from the owners of rows to the ranks of the samples, gradients back.
 
-A block from rank to rank is sections of rows: the pooled columns that take the direct way, then the rows of each
-sequence
-feature. All tables' blocks go in one all-to-all. Hierarchical columns take two more: to the node's rank that has the
-local
-rank of the sample's, which adds them up, and from there on the rail of that local rank to the sample's node.
+A block from rank to rank is sections of rows: the pooled columns that take the direct way (of all samples, or feature
+by feature what was asked for: `asking.py`), then the rows of each sequence feature. All tables' blocks go in one
+all-to-all. Hierarchical columns take two more: `by_nodes.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,8 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.codegen.stages import PIECE_WORDS, SOURCE_WORDS, StagePlan
+from embforge.codegen.stages import StagePlan
 from embforge.launch.stages import stages_of
+from embforge.sharded.asking import Askers, Wanted
+from embforge.sharded.by_nodes import ByNodes
 from embforge.sharded.comm import Exchange
 from embforge.sharded.distribute import Distributed
 from embforge.sharded.formats import PACKED, direct_widths, row_bytes
@@ -33,11 +33,18 @@ POOLED = -1
 
 
 class Section(NamedTuple):
-    """Rows that travel together."""
+    """Rows that travel together: runs of them, each as many rows of columns of some widths."""
 
     key: int
-    rows: int
-    widths: list[int]
+    runs: list[tuple[int, list[int]]]
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for rows, _ in self.runs)
+
+    def size(self, format: str) -> int:
+        """Bytes on the wire."""
+        return sum(rows * row_bytes(format, widths) for rows, widths in self.runs)
 
 
 class Arrived(NamedTuple):
@@ -49,6 +56,8 @@ class Arrived(NamedTuple):
     """Where the block of each begins, then the end."""
     own: Tensor | None
     """`[samples, columns]` of this rank itself, where its kernel left them."""
+    wanted: Wanted | None
+    """Which pools came, if ranks ask for them."""
     rows: list[Tensor]
     """Of every sequence piece, shard by shard."""
 
@@ -111,14 +120,31 @@ class Vectors:
         if local is None:
             return []
         pooled = (
-            [Section(POOLED, done.samples[source], self.widths[owner])]
+            [Section(POOLED, [(done.samples[source], self.widths[owner])])]
             if self._travels(owner, source, with_own)
             else []
         )
         return pooled + [
-            Section(index, self._rows(done, owner, index, source), [local.layout.features[index].dim])
+            Section(index, [(self._rows(done, owner, index, source), [local.layout.features[index].dim])])
             for index in self.sequence_locals[owner]
         ]
+
+    def _arriving(self, done: Distributed, owner: int) -> list[Section]:
+        """What comes of an owner's results: its pools, or those of them that this rank asked for."""
+        found = self.sections(done, owner, self.rank)
+        if done.wanted is None or not done.wanted.asked.owners[owner]:
+            return found
+        asked = Section(POOLED, self.askers.runs(done.wanted.asked, owner))
+        return [asked if section.key == POOLED else section for section in found]
+
+    @cached_property
+    def askers(self) -> Askers:
+        """Who asks whom for what."""
+        return Askers(self.wiring)
+
+    @cached_property
+    def _by_nodes(self) -> ByNodes:
+        return ByNodes(self.wiring, self.exchange, self.forward_wire, self.backward_wire, self.plan, self.kernels)
 
     def _travels(self, owner: int, source: int, with_own: bool = False) -> bool:
         return bool(self.widths[owner]) and (with_own or owner != source)
@@ -133,7 +159,7 @@ class Vectors:
     ) -> list[dict[int, Tensor]]:
         """Sections of bytes to each rank; of each rank the sections that came, as bytes."""
         sent = [sum(part.numel() for part in parts.values()) for parts in out]
-        sizes = [[rows * row_bytes(wire.format, widths) for _, rows, widths in shape] for shape in shapes]
+        sizes = [[section.size(wire.format) for section in shape] for shape in shapes]
         flat = _joined([part for parts in out for part in parts.values()], self.wiring.device)
         received = self.exchange.all_to_all(name, flat, sent, [sum(of_rank) for of_rank in sizes], into)
         found = iter(received.split([size for of_rank in sizes for size in of_rank]))
@@ -153,9 +179,7 @@ class Vectors:
                 assert pooled is not None
                 begin = sum(done.samples[: self.rank])
                 own = pooled[begin : begin + done.samples[self.rank]].to(wire.dtype)
-                encoded = wire.encode(pooled[:, : local.direct_width], self.widths[self.rank])
-                row = row_bytes(wire.format, self.widths[self.rank])
-                for rank, part in enumerate(encoded.split([row * count for count in done.samples])):
+                for rank, part in enumerate(self._pools(done, pooled[:, : local.direct_width])):
                     if rank != self.rank:
                         out[rank][POOLED] = part
             first = 0
@@ -169,25 +193,49 @@ class Vectors:
                 row = row_bytes(wire.format, [width])
                 for rank, part in enumerate(encoded.split([row * count for count in counts])):
                     out[rank][index] = part
-        shapes = [self.sections(done, owner, self.rank) for owner in range(world)]
+        shapes = [self._arriving(done, owner) for owner in range(world)]
         came = self._trade("vectors", wire, out, shapes)
         partials = self._partials(came, shapes)
-        begins = self._begins(done)
-        if self._hierarchical_width:
+        begins = self._begins(done, done.wanted)
+        if self._by_nodes.width:
             assert local is not None and pooled is not None
-            nodes = self._nodes_to_samples(done, pooled[:, local.direct_width :])
+            nodes = self._by_nodes.to_samples(done.samples, pooled[:, local.direct_width :])
             partials = torch.cat([partials, nodes.view(-1)])
-        return Arrived(partials, begins, own, self._sequence_rows(came, shapes))
+        return Arrived(partials, begins, own, done.wanted, self._sequence_rows(came, shapes))
 
-    def _begins(self, done: Distributed, with_own: bool = False) -> tuple[int, ...]:
+    def _pools(self, done: Distributed, pooled: Tensor) -> Sequence[Tensor]:
+        """Bytes of pools for every rank: of all its samples, or of those that it asks for."""
+        wire, widths = self.forward_wire, self.widths[self.rank]
+        encoded, row = wire.encode(pooled, widths), row_bytes(wire.format, widths)
+        whole: Sequence[Tensor] = encoded.split([row * count for count in done.samples])
+        if done.wanted is None or not done.wanted.asked.sources.any():
+            return whole
+        picks, sizes = self.askers.picks(done.wanted, done.samples, wire.format)
+        picked = self.exchange.buffers.empty("picked", (sum(sizes),), torch.uint8, self.wiring.device)
+        stages_of(self.plan, self.kernels).run(
+            "gather",
+            picks=torch.from_numpy(picks).to(self.wiring.device),
+            words=done.wanted.words,
+            rows=encoded,
+            picked=picked,
+            num_picks=len(picks),
+            row_bytes=row,
+        )
+        asking = done.wanted.asked.sources.tolist()
+        return [some if asks else all_ for some, all_, asks in zip(picked.split(sizes), whole, asking, strict=True)]
+
+    def _begins(self, done: Distributed, wanted: Wanted | None = None, with_own: bool = False) -> tuple[int, ...]:
         """Where the block of each rank (and behind them of each node) begins among partial pools or their gradients;
         the last: how many numbers there are. A rank's own block lies elsewhere."""
         samples = done.samples[self.rank]
-        sizes = [
-            samples * sum(widths) if with_own or rank != self.rank else 0 for rank, widths in enumerate(self.widths)
-        ]
-        if self._hierarchical_width:
-            sizes += [samples * self._hierarchical_width] * self.wiring.geometry.placement.nodes
+        if wanted is None:
+            sizes = [
+                samples * sum(widths) if with_own or rank != self.rank else 0 for rank, widths in enumerate(self.widths)
+            ]
+        else:
+            sizes = self.askers.numbers(wanted.asked, samples).tolist()
+        if self._by_nodes.width:
+            sizes += [samples * self._by_nodes.width] * self.wiring.geometry.placement.nodes
         return tuple(accumulate(sizes, initial=0))
 
     def _partials(self, came: list[dict[int, Tensor]], shapes: list[list[Section]]) -> Tensor:
@@ -200,7 +248,15 @@ class Vectors:
             if section.key == POOLED
         ]
         if wire.format in PACKED:
-            numbers = [wire.decode(part, rows, widths).view(-1) for part, (_, rows, widths) in pooled]
+            numbers = [
+                wire.decode(run, rows, widths).view(-1)
+                for part, section in pooled
+                for run, (rows, widths) in zip(
+                    part.split([rows * row_bytes(wire.format, widths) for rows, widths in section.runs]),
+                    section.runs,
+                    strict=True,
+                )
+            ]
             return _joined(numbers, self.wiring.device, wire.dtype)
         return _joined([part for part, _ in pooled], self.wiring.device).view(wire.dtype)
 
@@ -225,7 +281,7 @@ class Vectors:
         width, samples = sum(self.widths[self.rank]), done.samples[self.rank]
         lands = bool(width) and not self.sequence_locals[self.rank] and wire.format not in PACKED
         with_own = lands and 0 < self.rank < self.wiring.geometry.world_size - 1
-        begins = self._begins(done, with_own)
+        begins = self._begins(done, with_own=with_own)
         whole = empty("whole", (done.total, width), wire.dtype, device) if width else None
         if self.wiring.alike and whole is not None:
             begin = sum(done.samples[: self.rank])
@@ -249,8 +305,8 @@ class Vectors:
         shapes = [self.sections(done, self.rank, source, room.with_own) for source in range(world)]
         came = self._trade("gradients", wire, self._outgoing(done, room, sequences), shapes, self._landing(done, room))
         hierarchical = None
-        if self._hierarchical_width:
-            hierarchical = self._nodes_to_owners(done, room.partials[room.begins[world] :])
+        if self._by_nodes.width:
+            hierarchical = self._by_nodes.to_owners(done.samples, room.partials[room.begins[world] :])
         local = geometry.locals[self.rank]
         if local is None:
             return None, None
@@ -299,102 +355,6 @@ class Vectors:
         if not room.with_own:
             rows = rows[own:] if self.rank == 0 else rows[: done.total - own]
         return rows.reshape(-1).view(torch.uint8)
-
-    # ---- The hierarchical way -----------------------------------------------------------------------------
-
-    @cached_property
-    def _hierarchical_width(self) -> int:
-        local = self.wiring.geometry.locals[self.rank]
-        return local.hierarchical_width if local is not None else 0
-
-    @cached_property
-    def _hierarchical_widths(self) -> list[int]:
-        local = self.wiring.geometry.locals[self.rank]
-        assert local is not None
-        return [f.width for f in local.layout.features if f.column is not None and f.column >= local.direct_width]
-
-    def _nodes_to_samples(self, done: Distributed, partials: Tensor) -> Tensor:
-        """`[samples of all ranks, width]` of this rank's shard to `[nodes, own samples, width]`, sums over each
-        node."""
-        placement, samples = self.wiring.geometry.placement, done.samples
-        size, nodes, width = placement.node_size, placement.nodes, self._hierarchical_width
-        node, place = divmod(self.rank, size)
-        blocks = partials.float().split(list(samples))
-        order = [blocks[b * size + k] for k in range(size) for b in range(nodes)]
-        rows = [sum(samples[b * size + k] for b in range(nodes)) for k in range(size)]
-        sizes = self._of_node(node, [row * width for row in rows])
-        mine = self._of_node(node, [rows[place] * width] * size)
-        received = self.exchange.all_to_all("node_vectors", torch.cat(order).view(-1), sizes, mine)
-        added = received.new_empty((rows[place], width))
-        self._add(received, size, added)
-        wire = self.forward_wire
-        row = row_bytes(wire.format, self._hierarchical_widths)
-        encoded = wire.encode(added, self._hierarchical_widths)
-        sent = self._of_rail(place, [samples[b * size + place] * row for b in range(nodes)])
-        came = self._of_rail(place, [samples[self.rank] * row] * nodes)
-        on_rails = self.exchange.all_to_all("rail_vectors", encoded, sent, came)
-        return wire.decode(on_rails, nodes * samples[self.rank], self._hierarchical_widths)
-
-    def _nodes_to_owners(self, done: Distributed, gradients: Tensor) -> Tensor:
-        """`[nodes, own samples, width]` to `[samples of all ranks, width]` for this rank's shard."""
-        placement, samples, wire = self.wiring.geometry.placement, done.samples, self.backward_wire
-        size, nodes, width = placement.node_size, placement.nodes, self._hierarchical_width
-        node, place = divmod(self.rank, size)
-        row = row_bytes(wire.format, self._hierarchical_widths)
-        encoded = wire.encode(gradients.view(-1, width), self._hierarchical_widths)
-        sent = self._of_rail(place, [samples[self.rank] * row] * nodes)
-        came = self._of_rail(place, [samples[b * size + place] * row for b in range(nodes)])
-        on_rails = self.exchange.all_to_all("rail_gradients", encoded, sent, came)
-        rows = [sum(samples[b * size + k] for b in range(nodes)) for k in range(size)]
-        for_node = wire.decode(on_rails, rows[place], self._hierarchical_widths).float().reshape(-1)
-        sizes = self._of_node(node, [rows[place] * width] * size)
-        mine = self._of_node(node, [count * width for count in rows])
-        received = self.exchange.all_to_all("node_gradients", for_node.repeat(size), sizes, mine)
-        order = [(b, k) for k in range(size) for b in range(nodes)]
-        blocks = dict(
-            zip(order, received.view(-1, width).split([samples[b * size + k] for b, k in order]), strict=True)
-        )
-        return torch.cat([blocks[b, k] for b in range(nodes) for k in range(size)])
-
-    def _of_node(self, node: int, sizes: Sequence[int]) -> list[int]:
-        size = self.wiring.geometry.placement.node_size
-        found = [0] * self.wiring.geometry.world_size
-        found[node * size : (node + 1) * size] = sizes
-        return found
-
-    def _of_rail(self, place: int, sizes: Sequence[int]) -> list[int]:
-        found = [0] * self.wiring.geometry.world_size
-        found[place :: self.wiring.geometry.placement.node_size] = sizes
-        return found
-
-    @cached_property
-    def _adding_plan(self) -> StagePlan:
-        return replace(self.plan, wire_dtype="fp32", gradient_dtype="fp32", output_dtype="fp32")
-
-    def _add(self, blocks: Tensor, count: int, to: Tensor) -> None:
-        """The sum of `count` blocks of rows, in order."""
-        rows, width = to.shape
-        assert PIECE_WORDS[:2] == ("column", "width") and PIECE_WORDS[5] == "sources"
-        pieces = torch.tensor([0, width, 0, 0, 0, count, 0], dtype=torch.int64).to(to.device)
-        assert SOURCE_WORDS == ("block_at", "row_width", "column", "length_row", "own")
-        placed = [[number * rows * width, width, 0, -1, 0] for number in range(count)]
-        sources = torch.tensor(placed, dtype=torch.int64).to(to.device)
-        stages_of(self._adding_plan, self.kernels).run(
-            "network_forward",
-            pieces=pieces,
-            sources=sources,
-            lengths=None,
-            divisors=None,
-            partials=blocks,
-            own_partials=None,
-            pooled=to,
-            winners=None,
-            num_pieces=1,
-            batch=rows,
-            output_width=width,
-            divisor_width=0,
-            winner_width=0,
-        )
 
 
 def _aligned(numbers: Tensor) -> Tensor:

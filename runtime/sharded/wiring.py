@@ -47,6 +47,8 @@ class Wiring:
     bases: Sequence[Base] | None = None
     added_on_the_way: bool = False
     """Whether the exchange itself adds partial pools, so that one block of sums comes of all ranks."""
+    asks: bool = False
+    """Whether ranks ask for pools, where that pays, instead of getting one of every bag."""
 
     def base(self, feature: int) -> Base:
         """The rows that a feature looks up."""
@@ -148,7 +150,15 @@ class Wiring:
     @cached_property
     def header_sizes(self) -> list[int]:
         """Words of the header to each rank."""
-        return [FIXED + len(streams) for streams in self.geometry.streams_to]
+        return [
+            FIXED + len(streams) + len(asking)
+            for streams, asking in zip(self.geometry.streams_to, self.asking_to, strict=True)
+        ]
+
+    @cached_property
+    def asking_to(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the streams to it whose pools are asked for."""
+        return self.geometry.asking_to if self.asks else ((),) * self.geometry.world_size
 
     @cached_property
     def header_begins(self) -> list[int]:
@@ -174,14 +184,23 @@ class Wiring:
         return places
 
     @cached_property
+    def asked_at(self) -> Numbers:
+        """Of each stream, where the header has the number of pools asked for; -1: none are, as of a rank itself."""
+        places = np.full(len(self.geometry.streams), -1, dtype=np.int64)
+        for rank, (begin, asking) in enumerate(zip(self.header_begins, self.asking_to, strict=False)):
+            if rank != self.rank:
+                places[list(asking)] = begin + FIXED + len(self.geometry.streams_to[rank]) + np.arange(len(asking))
+        return places
+
+    @cached_property
     def streams(self) -> Tensor:
         rows = [
-            [int(self.header_at[index]), self.length_rows[index], int(stream.weighted)]
+            [int(self.header_at[index]), self.length_rows[index], int(stream.weighted), int(self.asked_at[index])]
             for index, stream in enumerate(self.geometry.streams)
         ]
         for number in range(len(self.replicated_features)):
             row = self.num_length_rows - len(self.replicated_features) + number
-            rows.append([self.header_begins[-1] + number, row, 0])
+            rows.append([self.header_begins[-1] + number, row, 0, -1])
         return self._tensor(rows, STREAM_WORDS)
 
     @property
@@ -263,7 +282,7 @@ class Wiring:
             rows.append([facts[word] for word in PIECE_WORDS])
             for rank, width, column, length_row in entries:
                 owners.append(rank)
-                sources.append([0, width, column, length_row, 0])
+                sources.append([0, width, column, length_row, 0, 0])
         shaped = np.array(sources, dtype=np.int64).reshape(-1, len(SOURCE_WORDS))
         return self._tensor(rows, PIECE_WORDS), np.array(owners, dtype=np.int64), shaped
 
@@ -308,6 +327,8 @@ class Blocks:
     ids_at: Numbers
     lengths_at: Numbers
     weights_at: Numbers
+    asked_at: Numbers
+    """Of which samples pools are asked for."""
     sizes: Numbers
     """Words of every block."""
 
@@ -334,18 +355,21 @@ class BlockShape:
                 weighted[rank, number] = geometry.streams[stream].weighted
         return cls(index, pooled, weighted, 2 if geometry.wide_ids else 1)
 
-    def blocks(self, counts: Numbers, samples: Numbers) -> Blocks:
-        """`counts[rank, stream]` ids, `samples[rank]` samples: of every block first ids, then lengths, then weights."""
+    def blocks(self, counts: Numbers, samples: Numbers, asked: Numbers) -> Blocks:
+        """`counts[rank, stream]` ids, `samples[rank]` samples, `asked[rank, stream]` pools: of every block first ids,
+        then lengths, then weights, then samples asked for."""
         id_words, length_words = counts * self.id_words, self.pooled * samples[:, None]
         weight_words = counts * self.weighted
         of_ids, of_lengths = id_words.sum(1, keepdims=True), length_words.sum(1, keepdims=True)
-        sizes = (of_ids + of_lengths)[:, 0] + weight_words.sum(1)
+        of_weights = weight_words.sum(1, keepdims=True)
+        sizes = (of_ids + of_lengths + of_weights)[:, 0] + asked.sum(1)
         sizes = -(-sizes // self.id_words) * self.id_words  # wide ids stay aligned
         begins = _before(sizes[None])[0][:, None]
         return Blocks(
             begins + _before(id_words),
             begins + of_ids + _before(length_words),
             begins + of_ids + of_lengths + _before(weight_words),
+            begins + of_ids + of_lengths + of_weights + _before(asked),
             sizes,
         )
 

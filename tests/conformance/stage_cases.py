@@ -82,6 +82,8 @@ class Case:
     weights: bool = True
     bad: float = 0.0
     """How many of the ids are no rows."""
+    asks: bool = False
+    """Whether most pooled streams count the pools that they ask for, and most of those then ask."""
 
     @property
     def batch(self) -> int:
@@ -109,8 +111,8 @@ def cases(draw: st.DrawFn) -> Case:
     longest = draw(st.sampled_from([0, 1, 3, 9]))
     lengths = [draw(st.lists(st.integers(0, longest), min_size=batch, max_size=batch)) for _ in chosen]
     bounds, bad = draw(st.sampled_from([(0, 0.0), (1, 0.0), (1, 0.2), (2, 0.0)]))
-    merge, weights = draw(st.integers(0, 1)), draw(st.booleans())
-    return Case(tuple(chosen), tuple(map(tuple, lengths)), draw(st.integers(0, 99)), bounds, merge, weights, bad)
+    merge, weights, asks = draw(st.integers(0, 1)), draw(st.booleans()), draw(st.booleans())
+    return Case(tuple(chosen), tuple(map(tuple, lengths)), draw(st.integers(0, 99)), bounds, merge, weights, bad, asks)
 
 
 @dataclass
@@ -121,6 +123,7 @@ class Bucketed:
     given: dict[str, Any]
     lengths: Tensor
     slots: Tensor
+    pools: Tensor | None
     divisors: Tensor
     header: Tensor
     mistake: Tensor
@@ -132,6 +135,7 @@ class Bucketed:
     """Streams of those."""
     counted: Tensor = field(default_factory=lambda: torch.empty(0))
     """`slots` as `count` left them."""
+    counted_pools: Tensor = field(default_factory=lambda: torch.empty(0))
     counts: list[int] = field(default_factory=list)
     places: list[list[int]] = field(default_factory=list)
     words: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -159,15 +163,18 @@ def bucketed(case: Case, formats: Sequence[str], device: torch.device | str = "c
                 if feature.sequence:
                     sequence[len(streams)] = len(bucketings)
                 length_rows += not feature.sequence
-                streams.append([len(words.HEADER_WORDS) + len(streams), row, int(feature.weighted)])
+                streams.append([len(words.HEADER_WORDS) + len(streams), row, int(feature.weighted), -1])
             bucketings.append([index, split.shards, split.block, first, int(feature.sequence), layer, int(layer == 0)])
     sending, sent = len(bucketings), len(streams)
     for index, feature in enumerate(case.features):
         if not feature.splits:
             bucketings.append([index, 1, 0, len(shard_streams), 0, 0, 1])
             shard_streams.append(len(streams))
-            streams.append([len(words.HEADER_WORDS) + len(streams), length_rows, 0])
+            streams.append([len(words.HEADER_WORDS) + len(streams), length_rows, 0, -1])
             length_rows += 1
+    for number, stream in enumerate(streams[:sent] if case.asks else ()):
+        if stream[1] >= 0 and number % 4 != 3:
+            stream[3] = len(words.HEADER_WORDS) + len(streams) + number
     id_dtype, generator = torch_dtype(formats[0]), torch.Generator().manual_seed(case.seed)
     known_lengths = zip(case.features, case.lengths, strict=True)
     ids = [_ids(feature, sum(lengths), case, generator) for feature, lengths in known_lengths]
@@ -195,8 +202,9 @@ def bucketed(case: Case, formats: Sequence[str], device: torch.device | str = "c
         given,
         torch.full((length_rows, case.batch), FILLER, dtype=torch.int32, device=device),
         torch.full((layers, values.numel()), FILLER, dtype=torch.int32, device=device),
+        torch.full((length_rows, case.batch), FILLER, dtype=torch.int32, device=device) if case.asks else None,
         torch.full((case.batch, divisor_width), float(FILLER), device=device),
-        torch.full((len(words.HEADER_WORDS) + len(streams),), FILLER, dtype=torch.int64, device=device),
+        torch.full((len(words.HEADER_WORDS) + 2 * len(streams),), FILLER, dtype=torch.int64, device=device),
         torch.full((5,), FILLER, dtype=torch.int64, device=device),
         sequence,
         sending,
@@ -216,7 +224,7 @@ def _words(rows: Sequence[Any], device: torch.device | str) -> Tensor:
 
 
 def count(stages: Stages, made: Bucketed) -> None:
-    results = {name: getattr(made, name) for name in ("lengths", "slots", "divisors", "header", "mistake")}
+    results = {name: getattr(made, name) for name in ("lengths", "slots", "pools", "divisors", "header", "mistake")}
     stages.run("count", **made.given, **results, divisor_width=made.divisors.shape[1])
 
 
@@ -228,15 +236,45 @@ def fill(stages: Stages, made: Bucketed, formats: Sequence[str]) -> None:
     for stream, total in enumerate(made.counts):
         lengths_at = at + -(-total * step // 2) * 2 + 2
         weights_at = lengths_at + made.case.batch + 1
-        made.places.append([at, lengths_at, weights_at, base])
-        at = (weights_at + total + 3) // 2 * 2
+        asked_at = weights_at + total + 1
+        asks = asked(made, stream) > 0 and stream % 5 != 4
+        made.places.append([at, lengths_at, weights_at, base, asked_at if asks else -1])
+        at = (asked_at + asked(made, stream) + 3) // 2 * 2
         base += total if stream in made.sequence else 0
     made.words = torch.full((at,), FILLER, dtype=torch.int32, device=made.header.device)
     given = made.given | {"num_bucketings": made.sending}
     stages.run(
-        "fill", **given, lengths=made.lengths, slots=made.slots, words=made.words,
+        "fill", **given, lengths=made.lengths, slots=made.slots, pools=made.pools, words=made.words,
         places=_words(made.places, made.header.device),
     )  # fmt: skip
+
+
+def asked(made: Bucketed, stream: int) -> int:
+    """How many pools a stream asks for."""
+    at = int(made.given["streams"][stream, words.STREAM_WORDS.index("asked_at")])
+    return int(made.header[at]) if at >= 0 else 0
+
+
+def samples_asked_for(made: Bucketed, stream: int) -> Tensor:
+    """Of which samples; none where all pools come back."""
+    at = made.places[stream][words.PLACE_WORDS.index("asked_at")]
+    return made.words[at : at + asked(made, stream)] if at >= 0 else made.words[:0]
+
+
+def samples_of_pools(made: Bucketed) -> Tensor:
+    """For every (stream, sample) the sample whose pool it gets; of streams that do not ask in the end nothing changes,
+    and what has no pool stays."""
+    assert made.pools is not None
+    found = made.pools.cpu().clone()
+    for stream in range(made.streams):
+        row = int(made.given["streams"][stream, words.STREAM_WORDS.index("length_row")])
+        samples = samples_asked_for(made, stream).cpu()
+        if len(samples):
+            found[row] = torch.where(found[row] < 0, found[row], samples[found[row].clamp_min(0).long()])
+        elif row >= 0:
+            assert torch.equal(found[row], made.counted_pools[row])
+            found[row] = first_occurrences(found[row])
+    return found
 
 
 def sent_ids(made: Bucketed, stream: int, formats: Sequence[str]) -> Tensor:
@@ -320,8 +358,9 @@ def network(seed: int, batch: int, pieces: Sequence[Piece], gap: int, formats: S
             [column, piece.width, ACTIONS[piece.action], divisor, len(source_rows), piece.sources, winner]
         )
         for _ in range(piece.sources):
-            own = len(source_rows) % 3 == 2
-            source_rows.append([own_block if own else block, piece.width + 2 * gap, gap, len(source_rows), int(own)])
+            own, asked = len(source_rows) % 3 == 2, len(source_rows) % 3 == 1
+            place = [own_block if own else block, piece.width + 2 * gap, gap, len(source_rows)]
+            source_rows.append([*place, int(own), int(asked)])
             size = batch * (piece.width + 2 * gap)
             block, own_block = block + (0 if own else size), own_block + (size if own else 0)
         column += piece.width
@@ -331,10 +370,13 @@ def network(seed: int, batch: int, pieces: Sequence[Piece], gap: int, formats: S
     numbers[::7] = torch.randn(numbers[::7].shape, generator=generator)
     owned = torch.randn(own_block + 1, generator=generator).mul(8).round().div(4)
     divisors = torch.randint(0, 5, (batch, divisor), generator=generator).float().sqrt()
+    lengths = torch.randint(0, 3, (len(source_rows), batch), generator=generator, dtype=torch.int32)
+    pools = torch.randint(0, max(1, batch), lengths.shape, generator=generator, dtype=torch.int32)
     return {
         "pieces": _words(piece_rows, "cpu"),
         "sources": _words(source_rows, "cpu"),
-        "lengths": torch.randint(0, 3, (len(source_rows), batch), generator=generator, dtype=torch.int32),
+        "lengths": lengths,
+        "pools": torch.where(lengths == 0, -1, pools),
         "divisors": divisors,
         "partials": numbers.to(torch_dtype(formats[2])),
         "own_partials": owned.to(torch_dtype(formats[2])),

@@ -27,6 +27,8 @@ def bucketed(backend: str, case: Case, formats: Sequence[str]) -> Bucketed:
     stages, result = loaded(backend, formats), made.bucketed(case, formats, device_of(backend))
     made.count(stages, result)
     result.counted = result.slots.cpu().clone()
+    if result.pools is not None:
+        result.counted_pools = result.pools.cpu().clone()
     if result.ok:
         made.fill(stages, result, formats)
     return result
@@ -39,6 +41,11 @@ def same_words(want: Bucketed, have: Bucketed, formats: Sequence[str]) -> None:
         for one in (want, have):
             at, size = one.places[stream][0], made.sent_ids(one, stream, formats).numel()
             one.words[at : at + size * torch_dtype(formats[1]).itemsize // 4] = 0
+    for stream in range(want.streams):
+        lists = [made.samples_asked_for(one, stream) for one in (want, have)]
+        assert sorted(lists[0]) == sorted(lists[1].cpu()), "the first bag that wants a pool asks for it"
+        for asked in lists:
+            asked.zero_()
     assert torch.equal(want.words, have.words.cpu())
 
 
@@ -53,6 +60,9 @@ def check_bucketed(backend: str, case: Case, formats: Sequence[str]) -> None:
         assert torch.equal(want.counted, have.counted)
     assert torch.equal(made.first_occurrences(want.counted), made.first_occurrences(have.counted))
     assert torch.equal(made.rows_at_slots(want, formats), made.rows_at_slots(have, formats))
+    if case.asks:
+        assert torch.equal(made.first_occurrences(want.counted_pools), made.first_occurrences(have.counted_pools))
+        assert torch.equal(made.samples_of_pools(want), made.samples_of_pools(have))
     same_words(want, have, formats)
 
 
@@ -87,7 +97,8 @@ def test_long_bags_and_many_shards(backend: str) -> None:
         (300, 0, 1, 2, 0, 5),
         (0, 70, 1, 2, 0, 500),
     )
-    check_bucketed(backend, Case(features, lengths, seed=1, bounds=1, merge=1, bad=0.1), USUAL)
+    for asks in (False, True):
+        check_bucketed(backend, Case(features, lengths, seed=1, bounds=1, merge=1, bad=0.1, asks=asks), USUAL)
 
 
 @every_backend
@@ -95,6 +106,56 @@ def test_many_samples(backend: str) -> None:
     features = (Feature(40, "sqrtn", (Split(5),), padding=1, weighted=True), Feature(40, "none", (Split(2),)))
     lengths = (tuple(i % 3 for i in range(1200)), tuple(i % 2 for i in range(1200)))
     check_bucketed(backend, Case(features, lengths, bad=0.1), USUAL)
+
+
+@every_backend
+def test_pools_of_many_samples(backend: str) -> None:
+    """Bags of one id, of which many are equal, beside empty and longer ones; of one shard and of several."""
+    features = (Feature(40, "sum", (Split(1), Split(5))), Feature(300, "max", (Split(2, 150),), padding=3))
+    lengths = (tuple((0, 1, 1, 1, 2)[i % 5] for i in range(1200)), (1,) * 1200)
+    case = Case(features, lengths, bad=0.05, asks=True)
+    counted = bucketed("reference", case, USUAL)
+    assert 40 < made.asked(counted, 0) < 400 and made.asked(counted, 6) < 150
+    check_bucketed(backend, case, USUAL)
+
+
+@every_backend
+@given(
+    asked=st.lists(st.lists(st.integers(0, 6), max_size=5), min_size=1, max_size=5),
+    widths=st.lists(st.sampled_from([2, 4, 6, 16, 48, 64, 260]), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+@examples(12)
+def test_gather(backend: str, asked: list[list[int]], widths: list[int], seed: int) -> None:
+    row_bytes, first, to = sum(widths), 3, 2
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 256, (first + 7, row_bytes), generator=generator, dtype=torch.uint8)
+    picks, words = [], [made.FILLER]
+    for number, samples in enumerate(asked):
+        column = number % len(widths)
+        place = [first, sum(widths[:column]), widths[column], len(words), len(samples), to]
+        words += samples
+        picks.append(place)
+        to += widths[column] * len(samples) + 2 * (number % 3)
+    arguments = {
+        "picks": torch.tensor(picks),
+        "words": torch.tensor(words, dtype=torch.int32),
+        "rows": rows,
+        "picked": torch.full((to,), made.FILLER, dtype=torch.uint8),
+    }
+    check(backend, USUAL, "gather", arguments | {"num_picks": len(picks), "row_bytes": row_bytes})
+
+
+@every_backend
+def test_gather_of_many_pools(backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 256, (900, 192), generator=generator, dtype=torch.uint8)
+    asked = torch.randint(0, 900, (3000,), generator=generator, dtype=torch.int32)
+    picks = torch.tensor([[0, 0, 128, 0, 2500, 0], [100, 128, 64, 2500, 500, 2500 * 128]])
+    asked[2500:] %= 800
+    picked = torch.zeros(2500 * 128 + 500 * 64, dtype=torch.uint8)
+    arguments = {"picks": picks, "words": asked, "rows": rows, "picked": picked}
+    check(backend, USUAL, "gather", arguments | {"num_picks": 2, "row_bytes": 192})
 
 
 @every_backend
@@ -207,8 +268,9 @@ def test_partial_pools_to_results_and_back(
     partials = torch.full(arguments["partials"].shape, float(made.FILLER), dtype=torch_dtype(formats[3]))
     owned = torch.full(arguments["own_partials"].shape, float(made.FILLER), dtype=torch_dtype(formats[3]))
     more = {"grad_pooled": gradient, "winners": want["winners"], "partials": partials, "own_partials": owned}
-    factor = torch.tensor([1 / 3]) if scaled else None
-    check(backend, formats, "network_backward", arguments | more | {"factor": factor})
+    more["factor"] = torch.tensor([1 / 3]) if scaled else None
+    del arguments["pools"]
+    check(backend, formats, "network_backward", arguments | more)
 
 
 @every_backend

@@ -1,0 +1,204 @@
+"""The stages that deal out ids, in plain loops: what `stages_reference` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from embforge.codegen import stages as words
+from embforge.codegen.stages import ABSENT, DIVIDES, MISTAKES
+from embforge.launch.reference import canonical_reduce, ieee_sqrt
+
+Record = dict[str, int]
+UNCHECKED = 2**64 - 1
+
+
+def records(array: Tensor, names: Sequence[str]) -> list[Record]:
+    """The rows of a metadata array, by the names of their words."""
+    return [dict(zip(names, row, strict=True)) for row in array.reshape(-1, len(names)).tolist()]
+
+
+class IdBatch:
+    """A batch and how its ids are spread, as Python numbers."""
+
+    def __init__(self, features: Tensor, bucketings: Tensor, shard_streams: Tensor, streams: Tensor, values: Tensor,
+                 offsets: Tensor, weights: Tensor | None, num_features: int, num_bucketings: int, batch: int,
+                 num_values: int, bounds: int) -> None:  # fmt: skip
+        self.features = records(features, words.FEATURE_WORDS)[:num_features]
+        self.bucketings = records(bucketings, words.BUCKETING_WORDS)[:num_bucketings]
+        self.streams = records(streams, words.STREAM_WORDS)
+        self._shard_streams = shard_streams.flatten().tolist()
+        self.ids: list[int] = values[:num_values].tolist()
+        self.borders: list[int] = offsets.tolist()
+        self.weights = weights
+        self.size, self.bounds = batch, bounds
+
+    def stream_of(self, bucketing: Record, shard: int) -> int:
+        return int(self._shard_streams[bucketing["first"] + shard])
+
+    def layer_of(self, slots: Tensor, bucketing: Record) -> Tensor:
+        return slots.flatten()[bucketing["layer"] * len(self.ids) :][: len(self.ids)]
+
+    def positions(self, feature: int) -> range:
+        return range(self.borders[feature * self.size], self.borders[(feature + 1) * self.size])
+
+    def bag(self, feature: int, sample: int) -> range:
+        return range(*self.borders[feature * self.size + sample :][:2])
+
+    def is_row(self, bucketing: Record, position: int) -> bool:
+        rows = UNCHECKED if self.bounds == 2 else self.features[bucketing["feature"]]["rows"] % 2**64
+        return self.ids[position] % 2**64 < rows
+
+    def is_present(self, bucketing: Record, position: int) -> bool:
+        """Whether an id counts: it is a row, and not what a pooled bag leaves out."""
+        pads = self.ids[position] == self.features[bucketing["feature"]]["padding"] and not bucketing["sequence"]
+        return self.is_row(bucketing, position) and not pads
+
+    def owned(self, bucketing: Record, position: int) -> tuple[int, int]:
+        """The shard that holds an id's row, and the row in it."""
+        row = (self.ids[position] + self.features[bucketing["feature"]]["base"]) % 2**64
+        shards, block = bucketing["shards"], bucketing["block"]
+        if shards == 1:
+            return 0, row
+        if not block:
+            return row % shards, row // shards
+        return (row // block, row % block) if row // block < shards else (shards - 1, 0)
+
+    def weight_of(self, positions: Sequence[int]) -> Tensor:
+        return torch.ones(len(positions)) if self.weights is None else self.weights[list(positions)]
+
+    def bad_border(self) -> list[int] | None:
+        """The first mistake among borders: kind, feature, sample, position, value."""
+
+        def found(kind: str, bag: int, position: int, value: int) -> list[int]:
+            return [MISTAKES.index(kind) + 1, *(divmod(bag, self.size) if self.size else (0, 0)), position, value]
+
+        bags = len(self.features) * self.size
+        if self.borders[0]:
+            return found("BAD_OFFSET", 0, 0, self.borders[0])
+        for bag in range(bags):
+            if self.borders[bag + 1] < self.borders[bag]:
+                return found("BAD_OFFSET", bag, bag + 1, self.borders[bag + 1])
+        if self.borders[bags] != len(self.ids):
+            return found("BAD_OFFSET", max(bags - 1, 0), bags, self.borders[bags])
+        for bag in range(bags):
+            hotness = self.features[bag // self.size]["hotness"]
+            length = self.borders[bag + 1] - self.borders[bag]
+            if hotness and length > hotness:
+                return found("LONG_CONCAT", bag, hotness, length)
+        return None
+
+    def bad_id(self, bucketing: Record) -> list[int] | None:
+        """The bucketing's first id that is no row, where that is a mistake."""
+        if not bucketing["checks"] or self.bounds != 0:
+            return None
+        feature = bucketing["feature"]
+        for sample in range(self.size):
+            bag = self.bag(feature, sample)
+            for position in bag:
+                if not self.is_row(bucketing, position):
+                    kind = MISTAKES.index("BAD_ID") + 1
+                    return [kind, feature, sample, position - bag.start, self.ids[position]]
+        return None
+
+
+def count_pooled(batch: IdBatch, bucketing: Record, lengths: Tensor, header: Tensor) -> None:
+    counts = torch.zeros(bucketing["shards"], batch.size, dtype=torch.int32)
+    for sample in range(batch.size):
+        for position in batch.bag(bucketing["feature"], sample):
+            if bucketing["shards"] == 1:  # which gets all ids, absent ones too
+                counts[0, sample] += 1
+            elif batch.is_present(bucketing, position):
+                counts[batch.owned(bucketing, position)[0], sample] += 1
+    for shard in range(bucketing["shards"]):
+        stream = batch.streams[batch.stream_of(bucketing, shard)]
+        if batch.size:
+            lengths.view(-1, batch.size)[stream["length_row"]] = counts[shard]
+        header[stream["header_at"]] = counts[shard].sum()
+
+
+def count_pools(batch: IdBatch, bucketing: Record, lengths: Tensor, pools: Tensor, header: Tensor) -> None:
+    feature, whole = bucketing["feature"], bucketing["shards"] == 1
+    for shard in range(bucketing["shards"]):
+        stream = batch.streams[batch.stream_of(bucketing, shard)]
+        if stream["asked_at"] < 0:
+            continue
+        seen: dict[int, int] = {}
+        asked = 0
+        for sample in range(batch.size):
+            row = stream["length_row"]
+            at, length = (row, sample), int(lengths.view(-1, batch.size)[row, sample])
+            own = pools.view(-1, batch.size)
+            if not length:
+                own[at] = ABSENT
+                continue
+            ids = [
+                batch.owned(bucketing, position)[1]
+                for position in batch.bag(feature, sample)
+                if (whole and batch.is_row(bucketing, position))
+                or (
+                    not whole and batch.is_present(bucketing, position) and batch.owned(bucketing, position)[0] == shard
+                )
+            ]
+            if length == 1 and ids and not stream["weighted"]:
+                if ids[0] in seen:
+                    own[at] = -1 - seen[ids[0]]
+                    continue
+                seen[ids[0]] = asked
+            own[at] = asked
+            asked += 1
+        header[stream["asked_at"]] = asked
+
+
+def fill_pools(batch: IdBatch, bucketing: Record, pools: Tensor, places: list[Record], words: Tensor) -> None:
+    for shard in range(bucketing["shards"]):
+        index = batch.stream_of(bucketing, shard)
+        stream, to = batch.streams[index], places[index]["asked_at"]
+        if stream["asked_at"] < 0 or to < 0 or not batch.size:
+            continue
+        own = pools.view(-1, batch.size)[stream["length_row"]]
+        for sample, slot in enumerate(own.tolist()):
+            if slot >= 0:
+                words[to + slot] = sample
+            else:
+                own[sample] = -1 if slot == ABSENT else -1 - slot
+
+
+def divisor(batch: IdBatch, bucketing: Record) -> Tensor:
+    """What a feature's bags are divided by; 0 for a bag without an id that counts."""
+    facts, feature = batch.features[bucketing["feature"]], bucketing["feature"]
+    root = facts["divides"] == DIVIDES["sqrtn"]
+    bags = [batch.bag(feature, sample) for sample in range(batch.size)]
+    here = [[batch.is_present(bucketing, position) for position in bag] for bag in bags]
+    present = torch.tensor([sum(bag) for bag in here])
+    if not facts["weighted"] or batch.weights is None:
+        amount = present.float()
+    else:
+        counted = torch.tensor(list(chain.from_iterable(here)), dtype=torch.bool)
+        weights = batch.weights[list(batch.positions(feature))].masked_fill(~counted, 0.0)
+        items = (weights * weights if root else weights)[:, None]
+        starts = torch.tensor([bag.start - bags[0].start for bag in bags])
+        sizes = torch.tensor([len(bag) for bag in bags])
+        amount = canonical_reduce(items.__getitem__, starts, sizes, 1, torch.float32)[:, 0] if bags else present.float()
+    return (ieee_sqrt(amount) if root else amount).masked_fill(present == 0, 0.0)
+
+
+def count_sequence(batch: IdBatch, bucketing: Record, slots: Tensor, header: Tensor, merge: bool) -> None:
+    counts = [0] * bucketing["shards"]
+    seen: dict[tuple[int, int], int] = {}
+    own = batch.layer_of(slots, bucketing)
+    for position in batch.positions(bucketing["feature"]):
+        if not batch.is_row(bucketing, position):
+            own[position] = ABSENT
+            continue
+        key = batch.owned(bucketing, position)
+        if merge and key in seen:
+            own[position] = -1 - seen[key]
+            continue
+        own[position] = seen[key] = counts[key[0]]
+        counts[key[0]] += 1
+    for shard, count in enumerate(counts):
+        header[batch.streams[batch.stream_of(bucketing, shard)]["header_at"]] = count

@@ -296,7 +296,7 @@ class Loads:
         step = self.costs.step
         wire, samples = step.wire, step.batch_size
         wide = self.total("wide") > 0.5
-        asks = worth_asking(self["asked"], self["asked_numbers"], samples, self["columns"]) & (self["columns"] > 0)
+        asks = worth_asking(self["asked_numbers"] + self["asked"], samples, self["columns"]) & (self["columns"] > 0)
         asked = np.where(asks, self["asked"], 0.0)
         found = {
             "header": header_bytes(self["streams"] + self["asking"]),

@@ -109,10 +109,10 @@ def id_bytes(ids: Any, samples: Any, pooled: Any, weighted: Any, wide: Any, aske
     return _up(width * ids + 4 * samples * pooled + 4 * (weighted + asked), width)
 
 
-def worth_asking(asked: Any, asked_numbers: Any, samples: Any, columns: Any) -> Any:
-    """Whether a rank asks another for `asked` pools of `asked_numbers` numbers instead of getting `columns` numbers of
-    each sample: if a quarter of them can stay where it is. A place in the list counts as a number."""
-    return 4 * (asked_numbers + asked) <= 3 * samples * columns
+def worth_asking(asked: Any, samples: Any, columns: Any) -> Any:
+    """Whether a rank asks another for pools instead of getting `columns` numbers of each sample: if a quarter of these
+    can stay where they are. `asked`: numbers of the pools, and one more for each, its place in the list."""
+    return 4 * asked <= 3 * samples * columns
 
 
 def vector_bytes(per_sample: Any, samples: Any, sequence: Any) -> Any:
@@ -166,7 +166,7 @@ def asking_of(geometry: Geometry, owner: int, counted: Counted) -> NDArray[np.bo
     streams = list(geometry.asking_to[owner])
     columns = np.array([geometry.direct_columns[t] for t in streams], dtype=np.int64)
     asked = counted.asked[:, streams]
-    found = worth_asking(asked.sum(axis=1), asked @ columns, np.asarray(counted.samples), columns.sum())
+    found = worth_asking(asked @ (columns + 1), np.asarray(counted.samples), columns.sum())
     return np.asarray(found & (columns.sum() > 0))
 
 

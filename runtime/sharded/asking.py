@@ -74,29 +74,35 @@ class Askers:
         return rank, stream, width
 
     @cached_property
-    def _columns(self) -> Numbers:
-        return np.array(self.geometry.direct_columns, dtype=np.int64)
+    def _prices(self) -> tuple[Numbers, Numbers]:
+        """`[ranks, streams]` what a pool of a stream costs if its owner is asked for it: its numbers, and its place in
+        the list; `[ranks]` the numbers of a sample if nobody asks."""
+        geometry, columns = self.geometry, np.array(self.geometry.direct_columns, dtype=np.int64)
+        prices = np.zeros((geometry.world_size, len(columns)), dtype=np.int64)
+        for rank, asking in enumerate(self.wiring.asking_to):
+            prices[rank, list(asking)] = columns[list(asking)] + 1
+        return prices, (prices - (prices > 0)).sum(1)
 
-    def asked(self, told: Numbers, host_header: Numbers, samples: Numbers) -> Asked:
-        """Of headers that came (`[ranks, asking streams to this rank]` numbers of pools) and of this rank's own."""
-        geometry, wiring, rank = self.geometry, self.wiring, self.wiring.rank
-        places = wiring.asked_at
+    @cached_property
+    def _own_numbers(self) -> list[int]:
+        """Of the streams to this rank that ask, which they are among all that go to it."""
+        return [self.wiring.stream_numbers[t] for t in self.wiring.asking_to[self.wiring.rank]]
+
+    def asked(self, told: Numbers, host_header: Numbers, samples: Numbers) -> Asked | None:
+        """Of headers that came (`[ranks, asking streams to this rank]` numbers of pools) and of this rank's own. None:
+        nobody asks this rank, which asks nobody."""
+        rank, places = self.wiring.rank, self.wiring.asked_at
+        prices, columns = self._prices
         of_owners = np.where(places >= 0, host_header[places], 0)
-        owners = np.zeros(geometry.world_size, dtype=bool)
-        for owner, asking in enumerate(wiring.asking_to):
-            if owner != rank and asking:
-                owners[owner] = self._pays(of_owners[None, list(asking)], asking, samples[rank : rank + 1])[0]
-        own = wiring.asking_to[rank]
-        sources = self._pays(told, own, samples) if own else np.zeros(geometry.world_size, dtype=bool)
-        sources[rank] = False
-        by_sources = np.zeros((geometry.world_size, len(geometry.streams_to[rank])), dtype=np.int64)
-        by_sources[:, [wiring.stream_numbers[t] for t in own]] = told
-        by_sources[rank] = 0
+        owners = worth_asking(prices @ of_owners, samples[rank], columns) & (columns > 0)
+        own_prices = prices[rank, list(self.wiring.asking_to[rank])]
+        sources = worth_asking(told @ own_prices, samples, columns[rank]) & bool(columns[rank])
+        owners[rank] = sources[rank] = False
+        if not (owners.any() or sources.any()):
+            return None
+        by_sources = np.zeros((len(prices), len(self.geometry.streams_to[rank])), dtype=np.int64)
+        by_sources[:, self._own_numbers] = told
         return Asked(of_owners, owners, by_sources, sources)
-
-    def _pays(self, asked: Numbers, streams: tuple[int, ...], samples: Numbers) -> Flags:
-        columns = self._columns[list(streams)]
-        return np.asarray(worth_asking(asked.sum(1), asked @ columns, samples, columns.sum()))
 
     def numbers(self, asked: Asked, samples: int) -> Numbers:
         """Of each rank, the numbers of its pools that come to this rank's samples; its own do not travel."""

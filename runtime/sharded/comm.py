@@ -7,8 +7,9 @@ which on gloo is also by far the fastest collective. What gloo lacks is made her
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Ranks:
         """Whether no rank of the program is left out."""
         return self.alone or self.size == dist.get_world_size()
 
-    @property
+    @cached_property
     def here(self) -> int:
         """Ranks of the program on this machine, as far as is known."""
         said = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -176,6 +177,29 @@ class Exchange:
         )
         return received
 
+    def to_places(self, name: str, sent: Sequence[Tensor], into: Sequence[Tensor], large: bool) -> None:
+        """Contiguous bytes for every other rank, wherever they lie; what each of them sent, to where `into` says. What
+        stands there for this rank itself is left alone.
+
+        `large`, the same on all ranks: point to point, because an all-to-all wants everything side by side on both
+        ends. Else by an all-to-all, which ranks need not sleep for (`waiting`); that is worth a copy.
+        """
+        size, own = self.ranks.size, self.ranks.rank
+        others = [rank for rank in range(size) if rank != own]
+        if large and size > 2:
+            self.count(name, sum(sent[rank].numel() for rank in others))
+            moved = {self.ranks.global_ranks[rank]: (sent[rank], into[rank]) for rank in others}
+            self.call(name, _send_and_receive, moved)
+            return
+        send_sizes, receive_sizes = ([p.numel() * (r != own) for r, p in enumerate(ps)] for ps in (sent, into))
+        places = [into[rank] for rank in others]
+        place = side_by_side(places)
+        flat = joined([sent[rank] for rank in others], sent[own].device)
+        received = self.all_to_all(name, flat, send_sizes, receive_sizes, place)
+        if place is None:
+            for part, to in zip(received.split([part.numel() for part in places]), places, strict=True):
+                to.copy_(part)
+
     def all_reduce(self, name: str, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
         self.count(name, tensor.nbytes)
@@ -258,6 +282,37 @@ class Exchange:
                 "raised, or did not come within the group's timeout; look for the first failure in the other ranks' "
                 f"output. torch says: {error}"
             ) from error
+
+
+def _send_and_receive(moved: Mapping[int, tuple[Tensor, Tensor]], group: Any) -> None:
+    """To and from other ranks, by their numbers in the program; nothing travels where there is nothing."""
+    received = [dist.P2POp(dist.irecv, into, rank, group) for rank, (_, into) in moved.items() if into.numel()]
+    sent = [dist.P2POp(dist.isend, part, rank, group) for rank, (part, _) in moved.items() if part.numel()]
+    if received or sent:
+        for work in dist.batch_isend_irecv(received + sent):
+            work.wait()
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """Flat tensors that lie one behind the other in one block of memory, as one; None: they do not."""
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return None
+    first = parts[0]
+    at = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        at += part.nbytes
+    return first.as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+def joined(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """One flat tensor; no copy if the parts lie side by side already."""
+    if not any(part.numel() for part in parts):
+        return torch.empty(0, dtype=dtype, device=device)
+    found = side_by_side(parts)
+    return torch.cat(list(parts)) if found is None else found
 
 
 def _named(name: str, older: str) -> Any:

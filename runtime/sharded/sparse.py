@@ -146,7 +146,7 @@ class ReducedVectors(Vectors):
     def room(self, done: Distributed) -> Room:
         size = done.samples[self.rank] * sum(self.widths[self.rank])
         partials = torch.empty(size, dtype=self.backward_wire.dtype, device=self.wiring.device)
-        return Room(partials, (0,) * self.wiring.geometry.world_size, None, None, lands=False, with_own=False)
+        return Room(partials, (0,) * self.wiring.geometry.world_size, None, None)
 
     def to_owners(self, done: Distributed, room: Room, sequences: Any) -> tuple[Tensor | None, Tensor | None]:
         rows = room.partials.view(done.samples[self.rank], sum(self.widths[self.rank]))

@@ -20,9 +20,10 @@ from embforge.codegen.stages import StagePlan
 from embforge.launch.stages import stages_of
 from embforge.sharded.asking import Askers, Wanted
 from embforge.sharded.by_nodes import ByNodes
-from embforge.sharded.comm import Exchange
+from embforge.sharded.comm import Exchange, joined
 from embforge.sharded.distribute import Distributed
 from embforge.sharded.formats import PACKED, direct_widths, row_bytes
+from embforge.sharded.waiting import SHORT_BYTES
 from embforge.sharded.wire import Wire
 from embforge.sharded.wiring import Wiring
 
@@ -71,10 +72,6 @@ class Room(NamedTuple):
     """For what this rank owns itself: a part of `whole`, or what all ranks get alike."""
     whole: Tensor | None
     """`[samples of all ranks, columns]`: what the owner's backward will read."""
-    lands: bool
-    """Whether the exchange itself writes to `whole`."""
-    with_own: bool
-    """Whether this rank's own part is exchanged like the others'."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +111,12 @@ class Vectors:
             return int(done.sent[stream])
         return int(done.received[source, self.wiring.stream_numbers[stream]])
 
-    def sections(self, done: Distributed, owner: int, source: int, with_own: bool = False) -> list[Section]:
-        """What travels between an owner of rows and a source of samples; what a rank has for itself only `with_own`."""
+    def sections(self, done: Distributed, owner: int, source: int) -> list[Section]:
+        """What travels between an owner of rows and a source of samples."""
         local = self.wiring.geometry.locals[owner]
         if local is None:
             return []
-        pooled = (
-            [Section(POOLED, [(done.samples[source], self.widths[owner])])]
-            if self._travels(owner, source, with_own)
-            else []
-        )
+        pooled = [Section(POOLED, [(done.samples[source], self.widths[owner])])] if self._travels(owner, source) else []
         return pooled + [
             Section(index, [(self._rows(done, owner, index, source), [local.layout.features[index].dim])])
             for index in self.sequence_locals[owner]
@@ -146,8 +139,9 @@ class Vectors:
     def _by_nodes(self) -> ByNodes:
         return ByNodes(self.wiring, self.exchange, self.forward_wire, self.backward_wire, self.plan, self.kernels)
 
-    def _travels(self, owner: int, source: int, with_own: bool = False) -> bool:
-        return bool(self.widths[owner]) and (with_own or owner != source)
+    def _travels(self, owner: int, source: int) -> bool:
+        """Whether pools do; what a rank has for itself lies where it is wanted."""
+        return bool(self.widths[owner]) and owner != source
 
     def _trade(
         self,
@@ -155,13 +149,12 @@ class Vectors:
         wire: Wire,
         out: list[dict[int, Tensor]],
         shapes: list[list[Section]],
-        into: Tensor | None = None,
     ) -> list[dict[int, Tensor]]:
         """Sections of bytes to each rank; of each rank the sections that came, as bytes."""
         sent = [sum(part.numel() for part in parts.values()) for parts in out]
         sizes = [[section.size(wire.format) for section in shape] for shape in shapes]
-        flat = _joined([part for parts in out for part in parts.values()], self.wiring.device)
-        received = self.exchange.all_to_all(name, flat, sent, [sum(of_rank) for of_rank in sizes], into)
+        flat = joined([part for parts in out for part in parts.values()], self.wiring.device)
+        received = self.exchange.all_to_all(name, flat, sent, [sum(of_rank) for of_rank in sizes])
         found = iter(received.split([size for of_rank in sizes for size in of_rank]))
         return [{section.key: next(found) for section in shape} for shape in shapes]
 
@@ -224,14 +217,12 @@ class Vectors:
         asking = done.wanted.asked.sources.tolist()
         return [some if asks else all_ for some, all_, asks in zip(picked.split(sizes), whole, asking, strict=True)]
 
-    def _begins(self, done: Distributed, wanted: Wanted | None = None, with_own: bool = False) -> tuple[int, ...]:
+    def _begins(self, done: Distributed, wanted: Wanted | None = None) -> tuple[int, ...]:
         """Where the block of each rank (and behind them of each node) begins among partial pools or their gradients;
         the last: how many numbers there are. A rank's own block lies elsewhere."""
         samples = done.samples[self.rank]
         if wanted is None:
-            sizes = [
-                samples * sum(widths) if with_own or rank != self.rank else 0 for rank, widths in enumerate(self.widths)
-            ]
+            sizes = [samples * sum(widths) * (rank != self.rank) for rank, widths in enumerate(self.widths)]
         else:
             sizes = self.askers.numbers(wanted.asked, samples).tolist()
         if self._by_nodes.width:
@@ -257,8 +248,8 @@ class Vectors:
                     strict=True,
                 )
             ]
-            return _joined(numbers, self.wiring.device, wire.dtype)
-        return _joined([part for part, _ in pooled], self.wiring.device).view(wire.dtype)
+            return joined(numbers, self.wiring.device, wire.dtype)
+        return joined([part for part, _ in pooled], self.wiring.device).view(wire.dtype)
 
     def _sequence_rows(self, came: list[dict[int, Tensor]], shapes: list[list[Section]]) -> list[Tensor]:
         wire, found = self.forward_wire, []
@@ -266,32 +257,31 @@ class Vectors:
             held = list(zip(piece.owners, piece.local_features, strict=True))
             rows = sum(section.rows for owner, index in held for section in shapes[owner] if section.key == index)
             parts = [came[owner][index] for owner, index in held]
-            found.append(wire.decode(_joined(parts, self.wiring.device), rows, [piece.width]))
+            found.append(wire.decode(joined(parts, self.wiring.device), rows, [piece.width]))
         return found
 
     # ---- Backward -----------------------------------------------------------------------------------------
 
-    def room(self, done: Distributed) -> Room:
-        """Where gradients of partial pools are to be written.
+    @cached_property
+    def _lands(self) -> bool:
+        """Whether gradients come in as the owner's backward reads them, and nothing with them; on all ranks alike."""
+        return not self.wiring.geometry.sequence_pieces and self.backward_wire.format not in PACKED
 
-        Where the exchange can bring everything to its place, that is `whole`: beside what this rank has for itself, if
-        it is the first or the last; else with its own part, which then travels like the others'.
-        """
+    def _large(self, samples: Sequence[int]) -> bool:
+        """Whether some rank sends or gets many bytes of gradients; on all ranks alike."""
+        rows = [row_bytes(self.backward_wire.format, widths) for widths in self.widths]
+        return max(max(samples) * sum(rows), sum(samples) * max(rows)) > SHORT_BYTES
+
+    def room(self, done: Distributed) -> Room:
+        """Where gradients of partial pools are to be written; what a rank has for itself, to its place in `whole`."""
         wire, device, empty = self.backward_wire, self.wiring.device, self.exchange.buffers.empty
         width, samples = sum(self.widths[self.rank]), done.samples[self.rank]
-        lands = bool(width) and not self.sequence_locals[self.rank] and wire.format not in PACKED
-        with_own = lands and 0 < self.rank < self.wiring.geometry.world_size - 1
-        begins = self._begins(done, with_own=with_own)
+        begins, begin = self._begins(done), sum(done.samples[: self.rank])
         whole = empty("whole", (done.total, width), wire.dtype, device) if width else None
-        if self.wiring.alike and whole is not None:
-            begin = sum(done.samples[: self.rank])
-            own = empty("own", (samples, width), wire.dtype, device) if with_own else whole[begin : begin + samples]
-            return Room(whole.new_empty(0), begins, own, whole, lands, with_own)
-        partials = empty("partials", (begins[-1],), wire.dtype, device)
-        if whole is None or with_own:
-            return Room(partials, begins, None, whole, lands, with_own)
-        begin = sum(done.samples[: self.rank])
-        return Room(partials, begins, whole[begin : begin + samples], whole, lands, with_own)
+        own = None if whole is None else whole[begin : begin + samples]
+        if self.wiring.alike and own is not None:
+            return Room(own.new_empty(0), begins, own, whole)
+        return Room(empty("partials", (begins[-1],), wire.dtype, device), begins, own, whole)
 
     def to_owners(
         self, done: Distributed, room: Room, sequences: Sequence[Tensor]
@@ -302,8 +292,17 @@ class Vectors:
         """
         geometry, wire = self.wiring.geometry, self.backward_wire
         world = geometry.world_size
-        shapes = [self.sections(done, self.rank, source, room.with_own) for source in range(world)]
-        came = self._trade("gradients", wire, self._outgoing(done, room, sequences), shapes, self._landing(done, room))
+        out = self._outgoing(done, room, sequences)
+        shapes = [self.sections(done, self.rank, source) for source in range(world)]
+        came: list[dict[int, Tensor]] = []
+        if self._lands:
+            nothing = room.partials.new_empty(0, dtype=torch.uint8)
+            blocks = [nothing] * world if room.whole is None else room.whole.split(list(done.samples))
+            into = [block.reshape(-1).view(torch.uint8) for block in blocks]
+            sent = [parts.get(POOLED, nothing) for parts in out]
+            self.exchange.to_places("gradients", sent, into, self._large(done.samples))
+        else:
+            came = self._trade("gradients", wire, out, shapes)
         hierarchical = None
         if self._by_nodes.width:
             hierarchical = self._by_nodes.to_owners(done.samples, room.partials[room.begins[world] :])
@@ -311,21 +310,22 @@ class Vectors:
         if local is None:
             return None, None
         pooled = room.whole
-        if pooled is not None and not room.lands:
-            for rank, rows in enumerate(pooled.split(list(done.samples))):
-                if rank != self.rank:
-                    rows.copy_(wire.decode(came[rank][POOLED], done.samples[rank], self.widths[self.rank]))
+        for rank, parts in enumerate(came):
+            if POOLED in parts:
+                assert pooled is not None
+                rows = wire.decode(parts[POOLED], done.samples[rank], self.widths[self.rank])
+                pooled.split(list(done.samples))[rank].copy_(rows)
         if hierarchical is not None:
             behind = hierarchical.to(wire.dtype)
             pooled = behind if pooled is None else torch.cat([pooled, behind], dim=1)
         sequence = []
         for index in self.sequence_locals[self.rank]:
             count = sum(section.rows for shape in shapes for section in shape if section.key == index)
-            parts = _joined([parts[index] for parts in came], self.wiring.device)
-            sequence.append(wire.decode(parts, count, [local.layout.features[index].dim]).view(-1))
+            rows_in = joined([parts[index] for parts in came], self.wiring.device)
+            sequence.append(wire.decode(rows_in, count, [local.layout.features[index].dim]).view(-1))
         if pooled is None:
             pooled = torch.empty((done.total, 0), dtype=wire.dtype, device=self.wiring.device)
-        return pooled, _aligned(_joined(sequence, self.wiring.device, wire.dtype)) if sequence else None
+        return pooled, _aligned(joined(sequence, self.wiring.device, wire.dtype)) if sequence else None
 
     def _outgoing(self, done: Distributed, room: Room, sequences: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         """Bytes for every owner, by section."""
@@ -335,7 +335,7 @@ class Vectors:
         if self.wiring.alike and room.own is not None and geometry.world_size > 1:
             same = wire.encode(room.own, self.widths[self.rank])
         for owner, parts in enumerate(out):
-            if self._travels(owner, self.rank, room.with_own):
+            if self._travels(owner, self.rank):
                 numbers = room.partials[room.begins[owner] : room.begins[owner + 1]]
                 shaped = numbers.view(-1, sum(self.widths[owner])) if same is None else numbers
                 parts[POOLED] = wire.encode(shaped, self.widths[owner]) if same is None else same
@@ -347,31 +347,7 @@ class Vectors:
                 out[owner][index] = part
         return out
 
-    def _landing(self, done: Distributed, room: Room) -> Tensor | None:
-        """Where gradients come in without a copy."""
-        if not room.lands or room.whole is None:
-            return None
-        own, rows = done.samples[self.rank], room.whole
-        if not room.with_own:
-            rows = rows[own:] if self.rank == 0 else rows[: done.total - own]
-        return rows.reshape(-1).view(torch.uint8)
-
 
 def _aligned(numbers: Tensor) -> Tensor:
     """Where kernels may load whole vectors; sections of a block begin anywhere."""
     return numbers if numbers.data_ptr() % ALIGNMENT == 0 else numbers.clone()
-
-
-def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """One flat tensor; no copy if the parts lie side by side already."""
-    parts = [part for part in parts if part.numel()]
-    if not parts:
-        return torch.empty(0, dtype=dtype, device=device)
-    first = parts[0]
-    at = first.data_ptr()
-    for part in parts:
-        if part.data_ptr() != at or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(parts)
-        at += part.nbytes
-    total = sum(part.numel() for part in parts)
-    return first.as_strided((total,), (1,))

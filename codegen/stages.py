@@ -47,7 +47,8 @@ PLACE_WORDS = ("ids_at", "lengths_at", "weights_at", "base", "asked_at")
 from; `asked_at`: where the samples go whose pools are asked for, -1: all pools come back, none is asked for."""
 
 HEADER_WORDS = ("mistake", "feature", "sample", "position", "value", "batch", "flags", "call")
-"""What a rank tells every other before anything else; the counts of the streams between them follow.
+"""What a rank tells every other before anything else; the counts of the streams between them follow,
+then the numbers of pools that are asked for.
 
 The first five are of the first mistake (0: none). `flags`: FLAGS. `call`: how many calls the rank has made."""
 MISTAKES = ("BAD_ID", "BAD_OFFSET", "LONG_CONCAT", "REFUSED")

@@ -91,7 +91,8 @@ def choose(
 ) -> Chosen:
     """A plan for `world_size` ranks (None: the topology's), with `batch_size` samples each.
 
-    `step` says all that the other arguments do. `constraints`: of a table, the kinds that it may have. `PlanError`
+    `pools`: as the module's, whose default on CPUs is "different". `step` says all that the other arguments do.
+    `constraints`: of a table, the kinds that it may have. `PlanError`
     names the table that does not fit, and by how much.
     """
     topology = topology if world_size is None else topology.of_size(world_size)

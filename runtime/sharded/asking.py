@@ -38,9 +38,14 @@ class Asked:
     """`[ranks]`: whether each rank asks this one."""
 
     @property
-    def key(self) -> tuple[bytes, ...]:
-        """What else depends on."""
-        return self.of_owners.tobytes(), self.owners.tobytes(), self.by_sources.tobytes(), self.sources.tobytes()
+    def outgoing(self) -> tuple[bytes, bytes]:
+        """What this rank asks for, as a key."""
+        return self.of_owners.tobytes(), self.owners.tobytes()
+
+    @property
+    def incoming(self) -> tuple[bytes, bytes]:
+        """What it is asked for, as a key."""
+        return self.by_sources.tobytes(), self.sources.tobytes()
 
 
 @dataclass(frozen=True, eq=False)

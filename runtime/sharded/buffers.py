@@ -3,7 +3,12 @@ them."""
 
 from __future__ import annotations
 
+from math import prod
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embforge.memory import Results
@@ -21,4 +26,18 @@ class Buffers:
         found = self._kept.get((name, dtype))
         if found is None:
             found = self._kept.setdefault((name, dtype), Results(dtype))
-        return found.empty(*shape)
+        elements = prod(shape)
+        return found.empty(_rounded(elements))[:elements].view(shape)
+
+
+def on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for what the device does."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _rounded(elements: int) -> int:
+    """Up to the next eighth of a power of two: what travels differs a little from batch to batch, and a block is used
+    again if the next one is as large."""
+    step = 1 << max(0, elements.bit_length() - 4)
+    return -(-elements // step) * step

@@ -36,6 +36,10 @@ class ByNodes:
     def rank(self) -> int:
         return self.wiring.rank
 
+    def load(self) -> None:
+        """Builds and loads the stage that adds partial pools up. Raises what `stages_of` raises."""
+        stages_of(self._adding_plan, self.kernels)
+
     @cached_property
     def width(self) -> int:
         """Columns of this rank's results that go this way."""

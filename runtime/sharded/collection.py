@@ -228,6 +228,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
             return
         if self.owner is not None:
             self.owner.load(getattr(torch, self.geometry.id_dtype), trains)
+        self.vectors.load()
         self.network.load(trains)
         if self.replicas is not None:
             self.replicas.load(ids, trains)

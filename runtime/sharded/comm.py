@@ -1,7 +1,8 @@
 """The collectives of sharded modules: one path for NCCL and gloo, which torch chooses by the tensors' device.
 
 What travels does so as bytes or words that gloo knows too, in one call of `all_to_all_single` for all tables,
-which on gloo is also by far the fastest collective. What gloo lacks is made here and nowhere else.
+which on gloo is also by far the fastest collective; large gradients go point to point (`to_places`). What gloo lacks is
+made here and nowhere else.
 """
 
 from __future__ import annotations
@@ -181,12 +182,13 @@ class Exchange:
         """Contiguous bytes for every other rank, wherever they lie; what each of them sent, to where `into` says. What
         stands there for this rank itself is left alone.
 
-        `large`, the same on all ranks: point to point, because an all-to-all wants everything side by side on both
-        ends. Else by an all-to-all, which ranks need not sleep for (`waiting`); that is worth a copy.
+        `large`, the same on all ranks: point to point (but for GPUs over gloo, which lacks it), because an all-to-all
+        wants everything side by side on both ends. Else by an all-to-all, which ranks need not sleep for (`waiting`);
+        that is worth a copy.
         """
         size, own = self.ranks.size, self.ranks.rank
         others = [rank for rank in range(size) if rank != own]
-        if large and size > 2:
+        if large and size > 2 and (sent[own].is_cpu or self._has_nccl):
             self.count(name, sum(sent[rank].numel() for rank in others))
             moved = {self.ranks.global_ranks[rank]: (sent[rank], into[rank]) for rank in others}
             self.call(name, _send_and_receive, moved)
@@ -199,6 +201,10 @@ class Exchange:
         if place is None:
             for part, to in zip(received.split([part.numel() for part in places]), places, strict=True):
                 to.copy_(part)
+
+    @cached_property
+    def _has_nccl(self) -> bool:
+        return "nccl" in str(dist.get_backend_config(self.group))
 
     def all_reduce(self, name: str, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""

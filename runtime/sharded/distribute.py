@@ -1,7 +1,7 @@
 """The data distributor: every id to the rank that owns its row.
 
 count    what goes where, and whether anything is wrong  ─► header: all ranks learn sizes and mistakes, or raise
-fill     ids, lengths and weights, a block a rank        ─► ids
+fill     ids, lengths, weights and which pools are wanted, a block a rank  ─► ids
 regroup  what came in, in the order of a lookup over the samples of all ranks
 """
 
@@ -21,6 +21,7 @@ from embforge.codegen.stages import FLAGS, HEADER_WORDS, MISTAKES, PLACE_WORDS, 
 from embforge.inputs import BOUNDS_CHECKS, Batch, raise_bad_input
 from embforge.launch.stages import Stages, stages_of
 from embforge.sharded.asking import Asked, Askers, Wanted
+from embforge.sharded.buffers import on_device
 from embforge.sharded.comm import Exchange
 from embforge.sharded.wiring import FIXED, Numbers, Wiring
 
@@ -204,12 +205,14 @@ class Distributor:
         asked: Asked | None,
     ) -> tuple[Tensor, _Incoming]:
         """The words that came in, and where in them what is."""
-        wiring, key = self.wiring, () if asked is None else asked.key
+        wiring = self.wiring
         outgoing = self._remembered(
-            ("out", sent.tobytes(), batch.batch, key), lambda: self._outgoing(sent, batch.batch, asked)
+            ("out", sent.tobytes(), batch.batch, asked and asked.outgoing),
+            lambda: self._outgoing(sent, batch.batch, asked),
         )
         incoming = self._remembered(
-            ("in", received.tobytes(), samples.tobytes(), key), lambda: self._incoming(received, samples, asked)
+            ("in", received.tobytes(), samples.tobytes(), asked and asked.incoming),
+            lambda: self._incoming(received, samples, asked),
         )
         words = torch.empty(sum(outgoing.sizes), dtype=torch.int32, device=batch.values.device)
         stages.run(
@@ -257,7 +260,7 @@ class Distributor:
         places[index[known], PLACE_WORDS.index("asked_at")] = np.where(asking[:, None], blocks.asked_at, -1)[known]
         for streams in self.wiring.sequence_streams:
             places[streams, PLACE_WORDS.index("base")] = np.cumsum(sent[streams]) - sent[streams]
-        return _Outgoing(_to(places, self.wiring.device), blocks.sizes.tolist())
+        return _Outgoing(on_device(places, self.wiring.device), blocks.sizes.tolist())
 
     def _incoming(self, received: Numbers, samples: Numbers, asked: Asked | None) -> _Incoming:
         pools = np.zeros_like(received) if asked is None else asked.by_sources * asked.sources[:, None]
@@ -278,7 +281,7 @@ class Distributor:
         segments = np.stack([found[word].reshape(-1) for word in SEGMENT_WORDS], axis=1)
         sizes = blocks.sizes.tolist()
         per_feature = tuple(counts.sum(1).tolist())
-        return _Incoming(_to(segments, self.wiring.device), sizes, total, per_feature, blocks.asked_at)
+        return _Incoming(on_device(segments, self.wiring.device), sizes, total, per_feature, blocks.asked_at)
 
     def _regroup(self, stages: Stages, words: Tensor, incoming: _Incoming) -> Batch | None:
         geometry, rank = self.wiring.geometry, self.wiring.rank
@@ -377,11 +380,6 @@ class _Counted:
     divisors: Tensor
     header: Tensor
     mistake: Tensor
-
-
-def _to(numbers: Numbers, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 assert HEADER_WORDS == ("mistake", "feature", "sample", "position", "value", "batch", "flags", "call")

@@ -24,18 +24,19 @@ from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.sharding.geometry import INT32_ROWS, Geometry
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.stages import StagePlan
+from embforge.codegen.stages import SOURCE_WORDS, StagePlan
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of, update_metadata_of
 from embforge.launch.stages import stages_of
 from embforge.sharded.asking import Askers, Wanted
-from embforge.sharded.buffers import Buffers
+from embforge.sharded.buffers import Buffers, on_device
 from embforge.sharded.distribute import Distributed
 from embforge.sharded.vectors import ALIGNMENT, Arrived, Room
 from embforge.sharded.wiring import Wiring
 
+_BLOCK_AT, _ROW_WIDTH, _OWN = (SOURCE_WORDS.index(word) for word in ("block_at", "row_width", "own"))
 MOST_PLACED = 64
 """Different sizes of batches that are remembered."""
 ABSENT_IDS = "zero"
@@ -136,20 +137,20 @@ class Network:
         wanted: Wanted | None = None,
     ) -> Tensor:
         """Partial pools with the places that their blocks have in this batch; usually those of the last one."""
-        key = (id(pieces[2]), begins, own_width, None if wanted is None else wanted.asked.key)
+        key = (id(pieces[2]), begins, own_width, None if wanted is None else wanted.asked.outgoing)
         found = self._placed.get(key)
         if found is None:
             _, owners, sources = pieces
             placed = sources.copy()
             if len(owners):
                 if wanted is None:
-                    placed[:, 0] = np.array(begins)[owners]
+                    placed[:, _BLOCK_AT] = np.array(begins)[owners]
                 else:
                     placed = self._askers.placed(wanted.asked, begins, owners, sources)
                 own = owners == self.wiring.rank
                 if own_width is not None:
-                    placed[own, 0], placed[own, 1], placed[own, 4] = 0, own_width, 1
-            found = torch.from_numpy(placed).to(self.wiring.device)
+                    placed[own, _BLOCK_AT], placed[own, _ROW_WIDTH], placed[own, _OWN] = 0, own_width, 1
+            found = on_device(placed, self.wiring.device)
             if len(self._placed) >= MOST_PLACED:
                 self._placed.clear()
             self._placed[key] = found

@@ -73,6 +73,7 @@ class PrefetchedBatches:
             current.wait_event(event)
             kept = [done.lengths, done.divisors, done.slots, *done.given[:3]]
             kept += done.local[:3] if done.local is not None else ()
+            kept += [done.wanted.pools, done.wanted.words] if done.wanted is not None else []
             for tensor in kept:  # made on the other stream: its memory must not be given away while this one reads it
                 if tensor is not None:
                     tensor.record_stream(current)

@@ -40,11 +40,12 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
                 )
         if options.get("formats") is not None:
             raise ValueError("formats: a reduce-scatter adds fp32; ShardedEmbeddingCollection has other formats")
-        if options.setdefault("pools", "all") != "all":
+        if options.get("pools") not in (None, "all"):
             raise ValueError(
                 f"pools={options['pools']!r}: a reduce-scatter adds pools of all bags; allowed: 'all'; "
                 "ShardedEmbeddingCollection has 'different' too"
             )
+        options["pools"] = "all"
         members = _fuse(spec)
         fused = members.spec
         super().__init__(fused, ShardPlan.row_wise(fused), process_group, optimizer, _bases=members.bases, **options)

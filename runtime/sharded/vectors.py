@@ -2,7 +2,7 @@
 
 A block from rank to rank is sections of rows: the pooled columns that take the direct way (of all samples, or feature
 by feature what was asked for: `asking.py`), then the rows of each sequence feature. All tables' blocks go in one
-all-to-all. Hierarchical columns take two more: `by_nodes.py`.
+all-to-all, large gradients point to point. Hierarchical columns take two more: `by_nodes.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from embforge.codegen.stages import StagePlan
 from embforge.launch.stages import stages_of
 from embforge.sharded.asking import Askers, Wanted
+from embforge.sharded.buffers import on_device
 from embforge.sharded.by_nodes import ByNodes
 from embforge.sharded.comm import Exchange, joined
 from embforge.sharded.distribute import Distributed
@@ -158,6 +159,12 @@ class Vectors:
         found = iter(received.split([size for of_rank in sizes for size in of_rank]))
         return [{section.key: next(found) for section in shape} for shape in shapes]
 
+    def load(self) -> None:
+        """Builds and loads the stages that stand beside the exchange. Raises what `stages_of` raises."""
+        stages_of(self.plan, self.kernels)
+        if self._by_nodes.width:
+            self._by_nodes.load()
+
     # ---- Forward ------------------------------------------------------------------------------------------
 
     def to_samples(self, done: Distributed, pooled: Tensor | None, sequence: Tensor | None) -> Arrived:
@@ -207,7 +214,7 @@ class Vectors:
         picked = self.exchange.buffers.empty("picked", (sum(sizes),), torch.uint8, self.wiring.device)
         stages_of(self.plan, self.kernels).run(
             "gather",
-            picks=torch.from_numpy(picks).to(self.wiring.device),
+            picks=on_device(picks, self.wiring.device),
             words=done.wanted.words,
             rows=encoded,
             picked=picked,
@@ -293,7 +300,7 @@ class Vectors:
         geometry, wire = self.wiring.geometry, self.backward_wire
         world = geometry.world_size
         out = self._outgoing(done, room, sequences)
-        shapes = [self.sections(done, self.rank, source) for source in range(world)]
+        shapes: list[list[Section]] = []
         came: list[dict[int, Tensor]] = []
         if self._lands:
             nothing = room.partials.new_empty(0, dtype=torch.uint8)
@@ -302,6 +309,7 @@ class Vectors:
             sent = [parts.get(POOLED, nothing) for parts in out]
             self.exchange.to_places("gradients", sent, into, self._large(done.samples))
         else:
+            shapes = [self.sections(done, self.rank, source) for source in range(world)]
             came = self._trade("gradients", wire, out, shapes)
         hierarchical = None
         if self._by_nodes.width:

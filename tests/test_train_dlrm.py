@@ -46,7 +46,9 @@ def test_two_ranks_train_as_one_and_learn(tmp_path: Path) -> None:
     assert alone[-1]["bytes_per_step"] == {}
     sent = both[0][-1]["bytes_per_step"]
     assert set(sent) == {"header", "ids", "vectors", "gradients"}
-    assert sent["vectors"] == sent["gradients"] == 2 * 256 * 26 * 4 * 4  # ranks, samples, tables, columns, bytes
+    every = 2 * 256 * 26 * 4 * 4  # ranks, samples, tables, columns, bytes
+    assert sent["gradients"] == every
+    assert 0 < sent["vectors"] < every / 8  # tables of 40 rows at most: few of 256 pools are different
     ElementTree.parse(tmp_path / "two/curves.svg")
 
 

@@ -104,8 +104,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         refused = wrong_argument(spec, plan, optimizer, bounds_check, duplicates, pools, self.formats)
         seed = self._agree(optimizer, refused, told)
         given = {"accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates}
-        given |= {"pools": pools}
-        given |= {"backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology}
+        given |= {"backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology, "pools": pools}
         try:
             self._make(optimizer, _bases, seed, **given)  # type: ignore[arg-type]
         except Exception as error:  # no memory, no such backend: the others must not wait for this rank's first call

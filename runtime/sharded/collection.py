@@ -103,8 +103,10 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         }  # fmt: skip
         refused = wrong_argument(spec, plan, optimizer, bounds_check, duplicates, pools, self.formats)
         seed = self._agree(optimizer, refused, told)
-        given = {"accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates}
-        given |= {"backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology, "pools": pools}
+        given = {
+            "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates, "pools": pools,
+            "backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology,
+        }  # fmt: skip
         try:
             self._make(optimizer, _bases, seed, **given)  # type: ignore[arg-type]
         except Exception as error:  # no memory, no such backend: the others must not wait for this rank's first call

@@ -64,11 +64,6 @@ RULES: dict[str, ef.optim.Optimizer] = {
 }
 
 
-def kind_on(name: str, size: int) -> Kind:
-    """A kind as so many ranks can have it. Rules that reduce rows want pieces of columns on as many ranks each."""
-    return Grid(3) if name == "grid" and size == 3 else KINDS[name]
-
-
 def has_reductions(optimizer: ef.optim.Optimizer) -> bool:
     """Whether a rule needs numbers of whole rows."""
     return bool(program_of(optimizer.update.rule).reductions)
@@ -88,7 +83,7 @@ class Training:
     """Of the sharded module."""
 
     def plan(self, size: int) -> ShardPlan:
-        return ShardPlan({table: kind_on(kind, size) for table, kind in self.kinds})
+        return ShardPlan({table: KINDS[kind] for table, kind in self.kinds})
 
     def features(self, table: str) -> list[FeatureSpec]:
         return [feature for feature in self.spec.features if feature.table == table]

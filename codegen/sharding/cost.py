@@ -223,12 +223,16 @@ class Costs:
         touched = self.step.access.unique(wanted * self.topology.world_size, table.num_embeddings)
         shards = np.concatenate([np.arange(len(piece.owners)) for piece in placed.pieces])
         owners = np.concatenate([np.asarray(piece.owners) for piece in placed.pieces])
-        different = np.unique(shards * self.topology.world_size + owners) // self.topology.world_size
-        others = np.bincount(different)[shards] - 1
-        held = Access().shares(table.num_embeddings, len(placed.pieces[0].owners), placed.by)
-        np.add.at(
-            values[ROW["norms"]], np.searchsorted(ranks, owners), 4 * reductions * touched * held[shards] * others
+        # A row goes to every other rank that holds columns of it. A rank may hold several pieces only where all pieces
+        # have the same shards; else (a grid whose pieces lie on unequal numbers of ranks) each piece is on other ranks.
+        others = np.full(len(owners), len(placed.pieces) - 1)
+        if len({len(piece.owners) for piece in placed.pieces}) == 1:
+            different = np.unique(shards * self.topology.world_size + owners) // self.topology.world_size
+            others = np.bincount(different)[shards] - 1
+        held = np.concatenate(
+            [Access().shares(table.num_embeddings, len(piece.owners), placed.by) for piece in placed.pieces]
         )
+        np.add.at(values[ROW["norms"]], np.searchsorted(ranks, owners), 4 * reductions * touched * held * others)
 
 
 def _lines(bytes_: int) -> int:

@@ -74,8 +74,9 @@ class Counted:
     """`[rank, stream]`: ids that a rank puts into a stream."""
     asked: Ints
     """`[rank, stream]`: pools that a rank asks for, if it asks."""
-    touched: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """By (table, row shard): rows that get a gradient, from whatever rank. Wanted for column-split tables only."""
+    touched: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    """By table and by the ranks that hold a row, one per piece of columns: how many such rows get a gradient, from
+    any rank. Only tables whose columns are split need an entry."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,15 +208,10 @@ def _hierarchical(geometry: Geometry, samples: Ints, wire: Wire, pairs: dict[str
 
 
 def _row_norms(geometry: Geometry, counted: Counted, reductions: int, pairs: Ints) -> None:
-    for placed in geometry.placement.tables:
-        if not reductions or not placed.columns_split:
-            continue
-        for shard in range(len(placed.pieces[0].owners)):
-            owners = [piece.owners[shard] for piece in placed.pieces if shard < len(piece.owners)]
-            rows = counted.touched[placed.table.name, shard]
-            for source in owners:
-                for destination in set(owners):  # once, however many columns it holds
-                    pairs[source, destination] += 4 * rows * reductions
+    for (_, holders), rows in counted.touched.items():
+        for source in holders:
+            for destination in set(holders):  # once, however many columns it holds
+                pairs[source, destination] += 4 * rows * reductions
 
 
 def count_ids(
@@ -230,7 +226,7 @@ def count_ids(
     """
     counts = np.zeros((geometry.world_size, len(geometry.streams)), dtype=np.int64)
     asked = np.zeros_like(counts)
-    touched: dict[tuple[str, int], list[NDArray[Any]]] = {}
+    touched: dict[str, list[NDArray[Any]]] = {}
     samples = tuple((len(offsets) - 1) // len(geometry.spec.features) for _, offsets in batches)
     for rank, (values, offsets) in enumerate(batches):
         for bucketing in geometry.bucketings:
@@ -252,10 +248,20 @@ def count_ids(
                 if not sequence:
                     here = np.ones(len(given), dtype=bool) if whole else _is_in(given, mine)
                     asked[rank, stream] = _asked(given, bags, here, placed.table.num_embeddings, feature.weighted)
-                rows = _of_shard(trained, placed, len(bucketing.streams), shard)
-                touched.setdefault((feature.table, shard), []).append(rows)
-    seen = {key: len(np.unique(np.concatenate(rows))) for key, rows in touched.items()}
-    return Counted(samples, counts, asked, seen)
+            if placed.columns_split:
+                touched.setdefault(feature.table, []).append(trained)
+    held: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, rows in touched.items():
+        held |= _by_holders(geometry.placement.by_name[name], np.unique(np.concatenate(rows)))
+    return Counted(samples, counts, asked, held)
+
+
+def _by_holders(placed: TablePlacement, rows: NDArray[Any]) -> dict[tuple[str, tuple[int, ...]], int]:
+    """How many of the rows each combination of ranks holds, one rank per piece of columns."""
+    holders = [np.asarray(piece.owners)[_shard_of(rows, placed, len(piece.owners))] for piece in placed.pieces]
+    combinations, counts = np.unique(np.stack(holders, axis=1), axis=0, return_counts=True)
+    name = placed.table.name
+    return {(name, tuple(map(int, ranks))): int(n) for ranks, n in zip(combinations, counts, strict=True)}
 
 
 def _is_in(ids: NDArray[Any], wanted: NDArray[Any]) -> NDArray[np.bool_]:
@@ -270,8 +276,13 @@ def _asked(ids: NDArray[Any], bags: NDArray[Any], here: NDArray[np.bool_], rows:
 
 
 def _of_shard(ids: NDArray[Any], placed: TablePlacement, shards: int, shard: int) -> NDArray[Any]:
-    owners = ids % shards if placed.by == "modulo" else ids // -(-placed.table.num_embeddings // shards)
-    found: NDArray[Any] = ids[owners == shard]
+    found: NDArray[Any] = ids[_shard_of(ids, placed, shards) == shard]
+    return found
+
+
+def _shard_of(ids: NDArray[Any], placed: TablePlacement, shards: int) -> NDArray[Any]:
+    """Which of so many row shards holds each id."""
+    found: NDArray[Any] = ids % shards if placed.by == "modulo" else ids // -(-placed.table.num_embeddings // shards)
     return found
 
 

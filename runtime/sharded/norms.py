@@ -7,7 +7,7 @@ kernel takes the numbers as states of the row: its rule is the user's, with ever
 from __future__ import annotations
 
 import ast
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.program import Kind, Reduction
 from embforge.codegen.rules.rule import Rule, State, Update
 from embforge.codegen.sharding.geometry import Geometry
+from embforge.codegen.sharding.placement import Rows
 from embforge.launch.reference import ieee_sqrt
 from embforge.launch.rules import Evaluation, row_sum
 from embforge.sharded.comm import Exchange
@@ -30,17 +31,9 @@ FOLDS = ("sum", "mean", "norm")
 
 
 def needs_norms(geometry: Geometry, update: Update) -> bool:
-    """Whether a row's number must be put together from several pieces. `RuleError` if they cannot be."""
-    if not program_of(update.rule).reductions:
-        return False
-    split = [placed for placed in geometry.placement.tables if placed.columns_split]
-    for placed in split:
-        if len({len(piece.owners) for piece in placed.pieces}) > 1:
-            raise RuleError(
-                f"table {placed.table.name!r}: pieces of its columns lie on different numbers of ranks, which a rule "
-                "that reduces rows does not allow; choose a number of pieces that divides that of the ranks"
-            )
-    return bool(split)
+    """Whether a row's number must be put together from several pieces."""
+    reduces = bool(program_of(update.rule).reductions)
+    return reduces and any(placed.columns_split for placed in geometry.placement.tables)
 
 
 def shared_rule(optimizer: Any) -> Any:
@@ -136,10 +129,11 @@ class RowNorms:
     def share(self) -> None:
         """Fills the states of the rows whose gradients wait. All ranks must call."""
         evaluations, reduced = self._begin()
+        rows = [held.whole_rows(local) for held, (local, _) in zip(self.held[self.rank], reduced, strict=True)]
         sums = [next(evaluation) for evaluation in evaluations]
         finished: list[list[Tensor]] = [[] for _ in evaluations]
         for _ in program_of(self.update.rule).reductions:
-            whole, sums = self._exchange(sums), []
+            whole, sums = self._exchange(rows, sums), []
             for index, (evaluation, total) in enumerate(zip(evaluations, whole, strict=True)):
                 try:
                     sums.append(evaluation.send(total))
@@ -147,10 +141,10 @@ class RowNorms:
                     finished[index] = stop.value
         if self.owner is None:
             return
-        for table, (rows, _), values in zip(self.owner.module._tables().values(), reduced, finished, strict=True):
+        for table, (local, _), values in zip(self.owner.module._tables().values(), reduced, finished, strict=True):
             states = table.states()
             for name, value in zip(state_names(self.update.rule), values, strict=True):
-                states[name][rows] = value
+                states[name][local] = value
 
     def _begin(self) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
         """The rule on the rows whose gradients wait, table by table; and these rows with their gradients."""
@@ -161,7 +155,10 @@ class RowNorms:
         assert numbers is not None
         if not trainer._pending:
             rows = torch.empty(0, dtype=torch.int64, device=self.device)
-            nothing = [(rows, torch.empty((0, t.embedding_dim), device=self.device)) for t in module.spec.tables]
+            nothing = [
+                (rows, torch.empty((0, t.embedding_dim), dtype=torch.float32, device=self.device))
+                for t in module.spec.tables
+            ]
             trainer._pending = [pending.Pass(nothing, [])]  # the step counts, as on ranks whose rows occur
         batch, gradients = pending.as_batch(trainer._pending, self.device)
         storage = module._storage(module._weights())
@@ -179,59 +176,107 @@ class RowNorms:
             evaluations.append(evaluation.partial_sums(held.whole_width))
         return evaluations, reduced
 
-    def _exchange(self, sums: list[Tensor]) -> list[Tensor]:
-        """Of every table the sums over all its columns, added in their order."""
+    def _exchange(self, rows: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
+        """Of every table the sums over all its columns, added in their order.
+
+        `rows`: of each of this rank's tables the rows that `sums` are of, by their numbers in the whole table. Every
+        holder of a row has a gradient for it, so that both sides know which rows travel, in the order of the rows.
+        """
         mine = self.held[self.rank]
-        known = {held.key: total for held, total in zip(mine, sums, strict=True)}
-        rows = {held.rows: total.numel() for held, total in zip(mine, sums, strict=True)}
-        out = [[known[held.key] for held in mine if peer in held.peers] for peer in range(len(self.held))]
-        coming = [[held for held in others if self.rank in held.peers] for others in self.held]
+        known = dict(zip((held.key for held in mine), zip(rows, sums, strict=True), strict=True))
+        out = [
+            [known[held.key][1][held.shared(known[held.key][0], others)] for held in mine if held.meets(others)]
+            for others in (() if rank == self.rank else held for rank, held in enumerate(self.held))
+        ]
+        wanted = {
+            held.key: (rank, held.wanted([known[own.key][0] for own in mine if own.table == held.table]))
+            for rank, others in enumerate(self.held)
+            for held in others
+            if rank != self.rank and held.meets(mine)
+        }
+        coming = [0] * len(self.held)
+        for rank, whole in wanted.values():
+            coming[rank] += whole.numel()
         flat = [total for totals in out for total in totals]
         received = self.exchange.all_to_all(
             "row_norms",
-            torch.cat(flat) if flat else torch.empty(0, device=self.device),
+            torch.cat(flat) if flat else torch.empty(0, dtype=torch.float32, device=self.device),
             [sum(total.numel() for total in totals) for totals in out],
-            [sum(rows[held.rows] for held in others) for others in coming],
+            coming,
         )
-        wanted = [held for others in coming for held in others]
-        parts = received.split([rows[held.rows] for held in wanted])
-        known |= {held.key: part for held, part in zip(wanted, parts, strict=True)}
-        whole = []
-        for held, total in zip(mine, sums, strict=True):
-            added = torch.zeros_like(total)
-            for number in range(held.pieces):
-                added = added + known[(*held.rows, number)]
-            whole.append(added)
-        return whole
+        parts = received.split([whole.numel() for _, whole in wanted.values()])
+        known |= {key: (whole, part) for (key, (_, whole)), part in zip(wanted.items(), parts, strict=True)}
+        return [_whole(held, whole, total, known) for held, whole, total in zip(mine, rows, sums, strict=True)]
+
+
+def _whole(held: _Held, rows: Tensor, mine: Tensor, known: dict[Key, tuple[Tensor, Tensor]]) -> Tensor:
+    """The sums over all columns of a table's rows, piece by piece in the order of the columns."""
+    added = torch.zeros_like(mine)
+    for number in range(held.pieces):
+        part = torch.zeros_like(mine)
+        for (table, piece, _), (whole, sums) in known.items():
+            if (table, piece) == (held.table, number) and whole.numel():
+                place = torch.searchsorted(whole, rows).clamp_(max=whole.numel() - 1)
+                part = torch.where(whole[place] == rows, sums[place], part)
+        added = added + part
+    return added
+
+
+Key = tuple[str, int, int]
+"""A table, a piece of its columns, and a shard of its rows."""
 
 
 @dataclass(frozen=True)
 class _Held:
     """A table of a rank's own collection: some columns of some rows of a table."""
 
-    rows: tuple[str, int]
-    """The table and the shard of its rows."""
+    table: str
     number: int
     """Of the piece of columns."""
     pieces: int
     whole_width: int
-    peers: frozenset[int]
-    """Other ranks that hold other columns of these rows."""
+    rows: Rows
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        return (*self.rows, self.number)
+    def key(self) -> Key:
+        return (self.table, self.number, self.rows.shard)
+
+    def whole_rows(self, local: Tensor) -> Tensor:
+        """The numbers in the whole table of rows of this shard; in the same order, because shards keep it."""
+        if self.rows.by == "modulo":
+            return local * self.rows.shards + self.rows.shard
+        return local + self.rows.shard * self.rows.capacity
+
+    def meets(self, others: Sequence[_Held]) -> bool:
+        """Whether a rank that holds these has other columns of this table, and any of the same rows."""
+        return any(self._beside(other) for other in others)
+
+    def _beside(self, other: _Held) -> bool:
+        if self.table != other.table or self.number == other.number:
+            return False
+        return self.rows.shards != other.rows.shards or self.rows.shard == other.rows.shard
+
+    def shared(self, rows: Tensor, others: Sequence[_Held]) -> Tensor:
+        """Which of this shard's rows are also held by a rank that has other columns of the table."""
+        beside = [other for other in others if self._beside(other)]
+        return torch.stack([other.holds(rows) for other in beside]).any(dim=0)
+
+    def wanted(self, rows: Sequence[Tensor]) -> Tensor:
+        """Those of some rows of the table that this shard holds, in their order."""
+        whole: Tensor = torch.unique(torch.cat(list(rows)))
+        return whole[self.holds(whole)]
+
+    def holds(self, rows: Tensor) -> Tensor:
+        """Which rows of the whole table lie in this shard."""
+        shards: Tensor = rows % self.rows.shards if self.rows.by == "modulo" else rows // self.rows.capacity
+        return shards.eq(self.rows.shard)
 
 
 def _held(geometry: Geometry, rank: int) -> list[_Held]:
     found = []
     for placed in geometry.placement.tables:
         for number, piece in enumerate(placed.pieces):
-            if rank not in piece.owners:
-                continue
-            shard = piece.owners.index(rank)
-            peers = frozenset(other.owners[shard] for other in placed.pieces) - {rank}
-            found.append(
-                _Held((placed.table.name, shard), number, len(placed.pieces), placed.table.embedding_dim, peers)
-            )
+            if rank in piece.owners:
+                rows = placed.rows(piece, piece.owners.index(rank))
+                found.append(_Held(placed.table.name, number, len(placed.pieces), placed.table.embedding_dim, rows))
     return found

@@ -177,6 +177,17 @@ def calls_between_prefetched_batches(rank: int, size: int) -> int:
     return right
 
 
+def a_batch_of_another_module(rank: int, size: int) -> str:
+    one, twin = (made(spec_of(), {"a": RowWise()}) for _ in range(2))
+    with torch.no_grad():
+        done = one.distribute(torch.tensor([0]), offsets(1))
+        try:
+            twin(done)
+        except ValueError as error:
+            return f"{error}; {float(one(done).sum())}"
+    return ""
+
+
 def steps_without_gradients(rank: int, size: int) -> list[tuple[float, int]]:
     found = []
     for kind in (DataParallel(), RowWise()):
@@ -238,6 +249,7 @@ WORKS = (
     weights_after_rows_have_changed,
     recomputed_forwards,
     calls_between_prefetched_batches,
+    a_batch_of_another_module,
     steps_without_gradients,
     all_tables_frozen,
     no_memory_on_one_rank,

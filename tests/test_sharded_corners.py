@@ -48,6 +48,11 @@ def test_calls_between_prefetched_batches(found: list[dict[str, Any]]) -> None:
     assert of(found, corners.calls_between_prefetched_batches) == [40] * len(found)
 
 
+def test_a_batch_belongs_to_the_module_that_distributed_it(found: list[dict[str, Any]]) -> None:
+    for text in of(found, corners.a_batch_of_another_module):
+        assert "distributed by another module" in text and text.endswith(f"; {float(corners.DIM)}")
+
+
 def test_a_step_without_gradients_is_none(found: list[dict[str, Any]]) -> None:
     for replicated, spread in of(found, corners.steps_without_gradients):
         assert replicated[1] == spread[1] == 1

@@ -205,6 +205,11 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         Raises on every rank what is wrong with the batch of any.
         """
         if isinstance(values, Distributed):
+            if values.distributor is not self.distributor:
+                raise ValueError(
+                    "values: this batch was distributed by another module, or before this one moved, so that its ids "
+                    "are not where these tables are; call distribute() of the module that looks it up"
+                )
             return values
         self.wait_for_ids()
         self._calls += 1

@@ -56,6 +56,8 @@ class Distributed:
     """What any rank wants of this call."""
     wanted: Wanted | None
     """Which pools travel; None: one of every bag."""
+    distributor: Distributor
+    """What exchanged the ids: only its module has the rows that were asked for."""
 
     @property
     def total(self) -> int:
@@ -126,6 +128,7 @@ class Distributor:
             None
             if asked is None or counted.pools is None
             else Wanted(asked, counted.pools, words_in, incoming.lists_at),
+            self,
         )
 
     @cached_property

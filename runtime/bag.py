@@ -139,7 +139,7 @@ def _flat(
         if offsets is not None:
             raise ValueError("offsets cannot go with a 2-D input, whose rows are the bags; give offsets=None")
         bags, length = input.shape
-        return _ids(input), torch.arange(bags + 1, device=input.device) * length, factors
+        return _ids(input), torch.arange(bags + 1, dtype=torch.int64, device=input.device) * length, factors
     if input.dim() != 1:
         raise ValueError(f"input: shape {tuple(input.shape)}; allowed: 1-D with offsets, 2-D without")
     if offsets is None or offsets.dim() != 1 or (include_last and not offsets.numel()):

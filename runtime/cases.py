@@ -6,6 +6,7 @@ A case is a recipe; the same case and seed give the same numbers on every machin
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -58,7 +59,7 @@ class Drawn(NamedTuple):
 
 def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.device = "cpu") -> Drawn:
     """The batch of a case. Drawn on the CPU, so that every device sees the same."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     dtype = getattr(torch, DTYPES[case.id_dtype].torch_name)
     lengths, ids, kinds = [], [], set[tuple[object, ...]]()
     for feature in spec.features:
@@ -74,7 +75,7 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.
         ids.append(_ids(feature, table, case, int(of_feature.sum()), generator))
     values = torch.cat(ids)
     offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
-    weights = None if case.weights == "absent" else torch.randn(values.numel(), generator=generator)
+    weights = None if case.weights == "absent" else _normal((values.numel(),), generator)
     if weights is not None and case.weights == "special":
         _sprinkle(weights, (0.0, -0.0, 1.0, -1.0, 1e-30, 1e30), 0.5, generator)
     return Drawn(values.to(device, dtype), offsets.to(device, dtype), None if weights is None else weights.to(device))
@@ -82,13 +83,14 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.
 
 def _lengths(feature: FeatureSpec, table: TableSpec, case: Case, generator: torch.Generator) -> Tensor:
     if case.lengths in ("one", "none"):
-        return torch.full((case.batch,), 1 if case.lengths == "one" else 0)
+        return torch.full((case.batch,), 1 if case.lengths == "one" else 0, dtype=torch.int64, device="cpu")
     most = feature.hotness if feature.pooling == "concat" and feature.hotness else None
     if case.lengths == "edges":
-        lengths = torch.tensor(EDGE_LENGTHS)[_below(len(EDGE_LENGTHS), case.batch, generator)]
+        edges = torch.tensor(EDGE_LENGTHS, dtype=torch.int64, device="cpu")
+        lengths = edges[_below(len(EDGE_LENGTHS), case.batch, generator)]
     else:  # geometric: many short bags, empty ones too, and a few much longer than the mean
         chance = 1.0 / (1 + (feature.hotness or USUAL_LENGTH))
-        even = torch.rand(case.batch, generator=generator, dtype=torch.float64)
+        even = torch.rand(case.batch, generator=generator, dtype=torch.float64, device="cpu")
         lengths = (even.neg().log1p() / math.log(1.0 - chance)).long()
     return lengths if most is None else lengths.clamp(max=most)
 
@@ -98,7 +100,7 @@ def _ids(feature: FeatureSpec, table: TableSpec, case: Case, count: int, generat
     if case.ids == "uniform":
         ids = _below(rows, count, generator)
     elif case.ids == "zipf":  # log-uniform ranks: Zipf's law with exponent 1
-        even = torch.rand(count, generator=generator, dtype=torch.float64)
+        even = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
         ids = ((even * math.log(rows + 1)).exp() - 1).long().clamp(max=rows - 1)
     else:
         ids = _below(rows, 1, generator).expand(count).clone()
@@ -117,16 +119,16 @@ def draw_tables(
 
     The bytes between rows are all ones (a NaN in every format), so that a kernel that reads them is found out.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     return tuple(_table(placed, special, generator, device) for placed in layout_of(spec).tables)
 
 
 def _table(placed: TableLayout, special: bool, generator: torch.Generator, device: str | torch.device) -> Tensor:
     table, dtype = placed.table, getattr(torch, DTYPES[placed.table.dtype].torch_name)
-    raw = torch.full((table.num_embeddings, placed.stride_bytes), 255, dtype=torch.uint8)
+    raw = torch.full((table.num_embeddings, placed.stride_bytes), 255, dtype=torch.uint8, device="cpu")
     rows = raw.view(dtype)[:, : table.embedding_dim]
     if special or DTYPES[table.dtype].bytes == 1:
-        numbers = torch.randn(rows.shape, generator=generator)
+        numbers = _normal(rows.shape, generator)
         if special:
             _sprinkle(numbers.view(-1), (0.0, -0.0, 1e-40, -1e-42, 2e-5, 3e38, 6e4), 0.1, generator)
             _sprinkle(numbers.view(-1), (torch.inf, -torch.inf, torch.nan), 0.005, generator)
@@ -139,11 +141,15 @@ def _table(placed: TableLayout, special: bool, generator: torch.Generator, devic
 
 
 def _below(limit: int, count: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(limit, (count,), generator=generator)
+    return torch.randint(limit, (count,), generator=generator, dtype=torch.int64, device="cpu")
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _sprinkle(target: Tensor, numbers: tuple[float, ...], share: float, generator: torch.Generator) -> None:
     """Replaces about this share of the elements."""
-    chosen = torch.rand(target.shape, generator=generator) < share
+    chosen = torch.rand(target.shape, generator=generator, dtype=torch.float32, device="cpu") < share
     pick = _below(len(numbers), int(chosen.sum()), generator)
-    target[chosen] = torch.tensor(numbers, dtype=target.dtype)[pick]
+    target[chosen] = torch.tensor(numbers, dtype=target.dtype, device="cpu")[pick]

@@ -95,7 +95,8 @@ def _run_gather(ids: Tensor, weight: Tensor, factors: Tensor | None, dtype: torc
     kernel = None if programs is None else forward_kernel(programs.forward)
     if kernel is None:
         return None
-    borders = torch.arange(0, count + 1, count, device=ids.device)  # made there: a copy would wait for the device
+    # Made on the device: a copy would wait for it.
+    borders = torch.arange(0, count + 1, count, dtype=torch.int64, device=ids.device)
     batch = Batch(ids.contiguous(), borders, factors, 1, None)
     _, rows = kernel(metadata_of([weight], "zero"), [weight], batch, count * weight.shape[1], "zero")
     assert rows is not None

@@ -185,7 +185,8 @@ def _parts_of(weight: Tensor, group: Any, dim: int) -> Parts:
 
 def _tell(weight: Tensor, group: Any, dim: int) -> tuple[int, ...]:
     """Sizes along `dim` of every rank's part. ValueError on all ranks if their parts are not of one table."""
-    own = torch.tensor([*weight.shape, dim, zlib.crc32(str(weight.dtype).encode())], device=weight.device)
+    facts = [*weight.shape, dim, zlib.crc32(str(weight.dtype).encode())]
+    own = torch.tensor(facts, dtype=torch.int64, device=weight.device)
     words = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(words, own, group=group)
     told = [word.tolist() for word in words]

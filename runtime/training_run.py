@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,9 +47,9 @@ def training_run(
     with _threads(threads):
         device = "cuda" if backend == "cuda" else "cpu"
         module = EmbeddingCollection(spec, device, backend, optimizer, bounds_check="zero", **more)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         for table in spec.tables:
-            rows = torch.randn((table.num_embeddings, table.embedding_dim), generator=generator)
+            rows = _normal((table.num_embeddings, table.embedding_dim), generator)
             with torch.no_grad():
                 module.weight(table.name).copy_(rows.to(module.weight(table.name).dtype))
         if optimizer is not None:
@@ -66,7 +66,7 @@ def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator)
     if weights is not None:
         weights = weights.nan_to_num(1.0, 1.0, 1.0).clone().requires_grad_()
     results = [r for r in module.forward_dict(drawn.values, drawn.offsets, weights).values() if r.requires_grad]
-    incoming = [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
+    incoming = [_normal(r.shape, generator).to(r.device, r.dtype) for r in results]
     torch.autograd.backward(results, incoming)
     module.check()
     found = {} if weights is None or weights.grad is None else {"gradient of weights": weights.grad.cpu()}
@@ -76,6 +76,10 @@ def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator)
             found[f"gradient of {name}"] = parameter.grad._values().cpu()
             parameter.grad = None
     return found
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def bits_of(tensor: Tensor) -> Tensor:

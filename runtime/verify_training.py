@@ -97,7 +97,8 @@ def training_rows(
 
 def _differences(got: Trained, want: Trained) -> tuple[list[str], float]:
     found, wanted = got.state | got.gradients, want.state | want.gradients
-    pairs = {name: (found.get(name, torch.zeros(0)), wanted.get(name, torch.zeros(0))) for name in found | wanted}
+    absent = torch.zeros(0, dtype=torch.float32, device="cpu")
+    pairs = {name: (found.get(name, absent), wanted.get(name, absent)) for name in found | wanted}
     names = [name for name, (mine, theirs) in pairs.items() if not torch.equal(bits_of(mine), bits_of(theirs))]
     return names, max((_distance(*pairs[name]) for name in names), default=0.0)
 

@@ -114,7 +114,7 @@ class CpuBackward(_CpuSorting):
         values, offsets, weights, size, _ = batch
         pooled, sequence, divisors, winners = gradients
         threads = get_num_threads()
-        verdict = torch.zeros(1, device="cpu")  # before the first write, as all that can fail
+        verdict = torch.zeros(1, dtype=torch.float32, device="cpu")  # before the first write, as all that can fail
         workspace = self._take(batch, threads)
         status = self._call(
             self._pack(
@@ -203,7 +203,7 @@ class CpuWeightGradient(_CpuGradient):
         """The gradient of every weight, 0 where its feature is not weighted. Raises what `raise_bad_input` raises."""
         values, offsets, weights, size, _ = batch
         pooled, sequence, divisors, winners = gradients
-        result = torch.empty(values.numel(), device="cpu")
+        result = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
         status = self._call(
             self._pack(
                 metadata.pointer,

@@ -26,7 +26,7 @@ class _Message:
     """Words on their way from the device: a copy to pinned memory behind the current stream's work, and its event."""
 
     def __init__(self, words: Tensor) -> None:
-        self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        self._host = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
         self._host.copy_(words, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record()

@@ -179,7 +179,7 @@ def reduce_bags(
         chunks = (lengths + CHUNK - 1) // CHUNK
         bag = torch.repeat_interleave(chunks)
         first = chunks.cumsum(0) - chunks
-        skipped = (torch.arange(bag.numel(), device=bag.device) - first[bag]) * CHUNK
+        skipped = (torch.arange(bag.numel(), dtype=torch.int64, device=bag.device) - first[bag]) * CHUNK
         combined = _fold(
             load, starts[bag] + skipped, (lengths[bag] - skipped).clamp(max=CHUNK), width, dtype, combine, identity
         )
@@ -243,13 +243,13 @@ def _max(bags: Bags) -> Tensor:
 
 
 def _none(bags: Bags) -> Tensor:
-    return bags.rows(absent=0.0)(torch.arange(bags.ids.numel(), device=bags.ids.device))
+    return bags.rows(absent=0.0)(torch.arange(bags.ids.numel(), dtype=torch.int64, device=bags.ids.device))
 
 
 def _concat(bags: Bags) -> Tensor:
     hotness = bags.placed.width // bags.placed.dim
     bag = torch.repeat_interleave(bags.lengths)
-    place = bag * hotness + torch.arange(bag.numel(), device=bag.device) - bags.starts[bag]
+    place = bag * hotness + torch.arange(bag.numel(), dtype=torch.int64, device=bag.device) - bags.starts[bag]
     slots = bags.lengths.numel() * hotness
     result = torch.zeros((slots, bags.placed.dim), dtype=bags.dtype, device=bag.device)
     return result.index_copy(0, place, _none(bags)).view(bags.lengths.numel(), bags.placed.width)

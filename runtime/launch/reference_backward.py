@@ -48,7 +48,7 @@ class ReferenceBackward:
         grad_scale = numbers[HYPER.index("grad_scale")]
         reduced = reduce(plan.spec, plan.layout, tables, trainable_of(metadata), batch, gradients, bounds_check)
         if grad_scale and not _all_finite(gradients):
-            return torch.full((1,), torch.inf, device=hyper.device)
+            return torch.full((1,), torch.inf, dtype=FP32, device=hyper.device)
         inverse = 1.0 / grad_scale if grad_scale else 1.0
         step, seed = (int(counters[COUNTERS.index(name)]) for name in ("step", "seed"))
         writes = []
@@ -57,7 +57,7 @@ class ReferenceBackward:
             views = state_views(placed, tables[index], section)
             old = {name: view[rows] for name, view in views.items()}
             weight = tables[index][rows].to(FP32)
-            scaled = gradient * torch.tensor(inverse, dtype=FP32)
+            scaled = gradient * torch.tensor(inverse, dtype=FP32, device=gradient.device)
             weight, new = apply_rule(self._update, numbers, step + 1, scaled, weight, old)
             stored = _stored(self._update, placed.table.dtype, weight, seed, step + 1, index, rows)
             writes.append((tables[index], rows, stored))
@@ -65,7 +65,7 @@ class ReferenceBackward:
         for target, rows, numbers_ in writes:  # nothing can fail from here on
             put_rows(target, rows, numbers_)
         counters[COUNTERS.index("step")] += 1
-        return torch.zeros(1, device=hyper.device)
+        return torch.zeros(1, dtype=FP32, device=hyper.device)
 
     def check(self) -> None:
         """Nothing is ever pending."""
@@ -124,7 +124,8 @@ def reduce(
             ids.append(feature.ids[kept])
             places.append(kept)
             owners.append(torch.full_like(kept, number))
-        rows, gradient = _reduce_runs(using, _cat(ids), _cat(places), _cat(owners), table.shape[1], dtype)
+        found, at, by = (_cat(parts, table.device) for parts in (ids, places, owners))
+        rows, gradient = _reduce_runs(using, found, at, by, table.shape[1], dtype)
         reduced.append((rows, gradient))
     return reduced
 
@@ -267,5 +268,5 @@ def put_rows(target: Tensor, rows: Tensor, numbers: Tensor) -> None:
     target.index_copy_(0, rows, numbers)
 
 
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
+def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64, device=device)

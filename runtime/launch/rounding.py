@@ -34,7 +34,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 def random16(seed: int, t: int, table: int, rows: Tensor, dim: int) -> Tensor:
     """16 random bits for every element of these rows at step `t`: int64 [n, dim]."""
-    groups = torch.arange(-(-dim // 8), device=rows.device)
+    groups = torch.arange(-(-dim // 8), dtype=torch.int64, device=rows.device)
     shape = (rows.numel(), groups.numel())
     wide = rows.long()[:, None].expand(shape)
     counter = (groups.expand(shape), wide & WORD, (wide >> 32 | table << 8) & WORD, torch.full_like(wide, t & WORD))

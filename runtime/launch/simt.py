@@ -184,7 +184,7 @@ class _Memory:
         return int(defined.argmin())
 
     def _written(self, name: str, tensor: Tensor) -> Region:
-        defined = self._defined[name] = torch.zeros(tensor.nbytes, dtype=torch.uint8)
+        defined = self._defined[name] = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
         if name == "queue":
             defined[: QUEUE_COUNTERS * WORD_BYTES] = 1  # zeros that the caller wrote
         return _region(name, tensor, writable=True, defined=defined.data_ptr())

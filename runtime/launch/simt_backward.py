@@ -197,7 +197,7 @@ class _Places:
         for name, moved in (("address", distances[: len(tables)]), ("state", distances[len(tables) :])):
             if not moved:
                 continue
-            words[:, UPDATE_METADATA_WORDS.index(name)] += torch.tensor(moved, dtype=torch.int64)
+            words[:, UPDATE_METADATA_WORDS.index(name)] += torch.tensor(moved, dtype=torch.int64, device="cpu")
         self.metadata = Metadata(words, words.data_ptr())
 
     def memory(self) -> Memory:

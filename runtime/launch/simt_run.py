@@ -40,7 +40,7 @@ class Memory:
 
     def blank(self, name: str, tensor: Tensor) -> None:
         """Memory that nobody may read before a kernel wrote it."""
-        defined = self._defined[name] = torch.zeros(tensor.nbytes, dtype=torch.uint8)
+        defined = self._defined[name] = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
         self._regions[name] = Region(name, tensor.data_ptr(), tensor.nbytes, defined.data_ptr(), True)
 
     def unwritten(self, name: str) -> int | None:

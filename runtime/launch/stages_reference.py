@@ -63,7 +63,7 @@ class ReferenceStages:
                         column = batch.features[bucketing["feature"]]["divisor_column"]
                         divisors.view(-1, divisor_width)[:, column] = divisor(batch, bucketing)
         if found is not None:
-            mistake.copy_(torch.tensor(found))
+            mistake.copy_(torch.tensor(found, dtype=mistake.dtype, device=mistake.device))
 
     def _fill(self, lengths: Tensor, slots: Tensor, pools: Tensor | None, places: Tensor, words: Tensor, merge: int,
               **given: Any) -> None:  # fmt: skip
@@ -90,7 +90,7 @@ class ReferenceStages:
             stream, place = batch.streams[index], places[index]
             counted = lengths.view(-1, batch.size)[stream["length_row"]] if batch.size else lengths.flatten()[:0]
             _put(words, place["lengths_at"], counted)
-            _put(words, place["ids_at"], torch.tensor(ids[shard], dtype=self._wire_id))
+            _put(words, place["ids_at"], torch.tensor(ids[shard], dtype=self._wire_id, device=words.device))
             if batch.streams[batch.stream_of(bucketing, 0)]["weighted"]:
                 _put(words, place["weights_at"], batch.weight_of(positions[shard]))
 
@@ -106,7 +106,9 @@ class ReferenceStages:
             place = places[batch.stream_of(bucketing, shard)]
             if slot >= 0:
                 step = self._wire_id.itemsize // WORD_BYTES
-                _put(words, place["ids_at"] + slot * step, torch.tensor([row], dtype=self._wire_id))
+                _put(
+                    words, place["ids_at"] + slot * step, torch.tensor([row], dtype=self._wire_id, device=words.device)
+                )
             own[position] = place["base"] + (slot if slot >= 0 else -1 - slot)
 
     def _regroup(self, segments: Tensor, words: Tensor, values: Tensor, offsets: Tensor, weights: Tensor | None,
@@ -116,7 +118,8 @@ class ReferenceStages:
             count, samples, to = segment["count"], segment["samples"], segment["values_to"]
             values[to : to + count] = _get(words, segment["ids_from"], count, self._wire_id)
             if segment["lengths_from"] < 0:
-                borders = torch.arange(1, samples + 1) * count // max(samples, 1)
+                ends = torch.arange(1, samples + 1, dtype=torch.int64, device=offsets.device)
+                borders = ends * count // max(samples, 1)
             else:
                 borders = _get(words, segment["lengths_from"], samples, torch.int32).long().cumsum(0)
             offsets[segment["offsets_to"] : segment["offsets_to"] + samples] = to + borders
@@ -141,7 +144,8 @@ class ReferenceStages:
             columns = slice(piece["column"], piece["column"] + piece["width"])
             parts = [_pools(partials, own_partials, pools, source, batch, piece["width"]) for source in own]
             if piece["action"] == ACTIONS["max"]:
-                best, winner = torch.zeros(batch, piece["width"]), torch.full((batch, piece["width"]), -1)
+                best = lengths.new_zeros((batch, piece["width"]), dtype=torch.float32)
+                winner = torch.full_like(best, -1, dtype=torch.int64)
                 for number, (source, part) in enumerate(zip(own, parts, strict=True)):
                     has = lengths.view(-1, batch)[source["length_row"]][:, None] != 0
                     wins = has & ~((winner >= 0) & stays(best, part.float()))

@@ -33,7 +33,7 @@ class IdBatch:
         self._shard_streams = shard_streams.flatten().tolist()
         self.ids: list[int] = values[:num_values].tolist()
         self.borders: list[int] = offsets.tolist()
-        self.weights = weights
+        self.weights, self.device = weights, values.device
         self.size, self.bounds = batch, bounds
 
     def stream_of(self, bucketing: Record, shard: int) -> int:
@@ -68,7 +68,9 @@ class IdBatch:
         return (row // block, row % block) if row // block < shards else (shards - 1, 0)
 
     def weight_of(self, positions: Sequence[int]) -> Tensor:
-        return torch.ones(len(positions)) if self.weights is None else self.weights[list(positions)]
+        if self.weights is None:
+            return torch.ones(len(positions), dtype=torch.float32, device=self.device)
+        return self.weights[list(positions)]
 
     def bad_border(self) -> list[int] | None:
         """The first mistake among borders: kind, feature, sample, position, value."""
@@ -106,7 +108,7 @@ class IdBatch:
 
 
 def count_pooled(batch: IdBatch, bucketing: Record, lengths: Tensor, header: Tensor) -> None:
-    counts = torch.zeros(bucketing["shards"], batch.size, dtype=torch.int32)
+    counts = torch.zeros(bucketing["shards"], batch.size, dtype=torch.int32, device=lengths.device)
     for sample in range(batch.size):
         for position in batch.bag(bucketing["feature"], sample):
             if bucketing["shards"] == 1:  # which gets all ids, absent ones too
@@ -173,15 +175,15 @@ def divisor(batch: IdBatch, bucketing: Record) -> Tensor:
     root = facts["divides"] == DIVIDES["sqrtn"]
     bags = [batch.bag(feature, sample) for sample in range(batch.size)]
     here = [[batch.is_present(bucketing, position) for position in bag] for bag in bags]
-    present = torch.tensor([sum(bag) for bag in here])
+    present = torch.tensor([sum(bag) for bag in here], dtype=torch.int64, device=batch.device)
     if not facts["weighted"] or batch.weights is None:
         amount = present.float()
     else:
-        counted = torch.tensor(list(chain.from_iterable(here)), dtype=torch.bool)
+        counted = torch.tensor(list(chain.from_iterable(here)), dtype=torch.bool, device=present.device)
         weights = batch.weights[list(batch.positions(feature))].masked_fill(~counted, 0.0)
         items = (weights * weights if root else weights)[:, None]
-        starts = torch.tensor([bag.start - bags[0].start for bag in bags])
-        sizes = torch.tensor([len(bag) for bag in bags])
+        starts = torch.tensor([bag.start - bags[0].start for bag in bags], dtype=torch.int64, device=present.device)
+        sizes = torch.tensor([len(bag) for bag in bags], dtype=torch.int64, device=present.device)
         amount = canonical_reduce(items.__getitem__, starts, sizes, 1, torch.float32)[:, 0] if bags else present.float()
     return (ieee_sqrt(amount) if root else amount).masked_fill(present == 0, 0.0)
 

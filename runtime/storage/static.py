@@ -55,7 +55,7 @@ class StaticTable(nn.Module):
             self._hold(allocate_block(layout, device), allocate_section(layout, device))
         else:
             self.weight = _parameter(allocate(layout, device))
-            self.section = torch.empty((layout.table.num_embeddings, 0), device=device)
+            self.section = allocate_section(layout, device)
 
     def _hold(self, block: Tensor, section: Tensor) -> None:
         self.block, self.section = block, section
@@ -107,7 +107,8 @@ class StaticTable(nn.Module):
             return
         bound = max(bound, 2**-6)  # fp8 has no numbers between 0 and 2^-9
         for rows in self.weight.split(1 << 16):  # torch draws no fp8: convert a slice at a time
-            rows.copy_(torch.empty(rows.shape, device=rows.device).uniform_(-bound, bound))
+            drawn = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+            rows.copy_(drawn.uniform_(-bound, bound))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StaticTable:
         # Asked of no rows, fn tells where it would move the table without moving it (and without casting it).
@@ -193,7 +194,7 @@ class StaticTable(nn.Module):
             self._hold(allocate_block(self.layout, device), allocate_section(self.layout, device))
         else:
             self.weight = _parameter(allocate(self.layout, device), like.weight)
-            self.section = torch.empty((self.layout.table.num_embeddings, 0), device=device)
+            self.section = allocate_section(self.layout, device)
 
 
 class Tables(nn.Module):

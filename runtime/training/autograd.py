@@ -112,7 +112,7 @@ def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> 
     storage, trainable = call.storage, [holder.trainable for holder in call.holders]
     if trainable != storage.trainable:
         if True not in trainable:
-            return torch.zeros(1, device=gradients.pooled.device)
+            return torch.zeros(1, dtype=torch.float32, device=gradients.pooled.device)
         storage = replace(storage, trainable=trainable)
     if call.accumulate is None:
         with numbers.lock:

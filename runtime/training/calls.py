@@ -107,7 +107,7 @@ def run_reduce(program: str, storage: Storage, batch: Batch, gradients: Gradient
 def run_weight_gradient(program: str, storage: Storage, batch: Batch, gradients: Gradients) -> Tensor:
     """The gradient of the batch's weights; zeros without a program, that is if no feature is weighted."""
     if not program:
-        return torch.zeros(batch.values.shape, device=batch.values.device)
+        return torch.zeros(batch.values.shape, dtype=torch.float32, device=batch.values.device)
     kernel: Any = kernel_of(program)
     found: Tensor = kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
     return found

@@ -29,7 +29,7 @@ class Numbers:
         with torch.inference_mode(False):  # what is made there has no version, by which changes are known
             self.hyper = torch.tensor(self._values, dtype=torch.float64, device="cpu").to(device)
             self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-            self.anchor = torch.zeros(1, device=device, requires_grad=True)
+            self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
             """What autograd sees of fused tables: its gradient is 0, or infinite where an update was skipped."""
         self.lock = Lock()
         """One update at a time, whatever thread a backward runs in; and what accumulates is taken or used up."""
@@ -74,9 +74,11 @@ class Numbers:
         if not known and not self.counters.is_meta:
             self.seed(drawn_seed() if self._seed is None else self._seed)
         if torch._has_compatible_shallow_copy_type(self.anchor, self.hyper):
-            self.anchor.data = torch.zeros(1, device=device)  # the facade's parameter stays the same object
+            self.anchor.data = torch.zeros(
+                1, dtype=torch.float32, device=device
+            )  # the facade's parameter stays the same object
         else:
-            self.anchor = torch.zeros(1, device=device, requires_grad=True)
+            self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("anchor", "lock")}
@@ -86,7 +88,7 @@ class Numbers:
         self.lock = Lock()
         self.hyper, self.counters = versioned(self.hyper), versioned(self.counters)
         with torch.inference_mode(False):
-            self.anchor = torch.zeros(1, device=self.hyper.device, requires_grad=True)
+            self.anchor = torch.zeros(1, dtype=torch.float32, device=self.hyper.device, requires_grad=True)
 
 
 def drawn_seed() -> int:

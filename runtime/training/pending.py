@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def verdict_of(gradients: Gradients, reduced: Reduced) -> Tensor:
     """Infinite if a number of the incoming gradients is not finite (also of a frozen table), or their sum in a row."""
     given = [gradients.pooled, *([] if gradients.sequence is None else [gradients.sequence])]
     finite = [numbers.isfinite().all() for numbers in (*given, *(gradient for _, gradient in reduced))]
-    return torch.where(torch.stack(finite).all(), 0.0, torch.inf).reshape(1)
+    return gradients.pooled.new_zeros(1, dtype=torch.float32).masked_fill_(~torch.stack(finite).all(), torch.inf)
 
 
 def spoilt(passes: Sequence[Pass]) -> bool:
@@ -52,7 +53,7 @@ def as_batch(passes: Sequence[Pass], device: torch.device) -> tuple[Batch, Gradi
     rows = [torch.cat([one.reduced[t][0] for one in passes]) for t in tables]
     gradients = [torch.cat([one.reduced[t][1] for one in passes]).flatten() for t in tables]
     sizes = [part.numel() for part in rows]
-    offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int64).to(device)
+    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int64, device="cpu").to(device)
     batch = Batch(torch.cat(rows), offsets, None, 1, tuple(sizes))
     pooled = torch.empty((1, 0), dtype=torch.float32, device=device)
     return batch, Gradients(pooled, torch.cat(gradients), None, None)

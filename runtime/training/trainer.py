@@ -129,7 +129,7 @@ class Trainer:
             )
         with self.numbers.lock:
             if not self._pending:
-                return torch.zeros((), device=storage.tables[0].device)
+                return torch.zeros((), dtype=torch.float32, device=storage.tables[0].device)
             batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
             reduced = run_reduce(programs.merge, storage, batch, gradients)
             norm = pending.norm_of(reduced) / (self.numbers.get("grad_scale") or 1.0)
@@ -164,7 +164,8 @@ class Trainer:
             self.numbers.set("grad_scale", 0.0)
         elif scaler._scale is None:  # it makes its scale when it is first used
             device = self.numbers.hyper.device
-            scaler.scale(torch.zeros((), device="cpu" if device.type == "meta" else device))
+            place = "cpu" if device.type == "meta" else device
+            scaler.scale(torch.zeros((), dtype=torch.float32, device=place))
 
     def take_scale(self) -> None:
         """The scaler's scale as the coming backward will find the loss multiplied by it."""
@@ -206,7 +207,7 @@ class Trainer:
         verdicts = [pending.verdict_of(gradients, reduced)] if self._scales else []
         with self.numbers.lock:
             self._pending.append(pending.Pass(reduced, verdicts))
-        return verdicts[0] if verdicts else torch.zeros(1, device=gradients.pooled.device)
+        return verdicts[0] if verdicts else torch.zeros(1, dtype=torch.float32, device=gradients.pooled.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scaler": None, "_pending": [], "_forwards": Forwards()}

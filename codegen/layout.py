@@ -46,6 +46,11 @@ class TableLayout:
     """Of the state section; 0: there is none."""
 
     @property
+    def table_bytes(self) -> int:
+        """All memory of the rows, with the padding between them."""
+        return self.table.num_embeddings * self.stride_bytes
+
+    @property
     def stride_elements(self) -> int:
         return self.stride_bytes // DTYPES[self.table.dtype].bytes
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embforge import ops
 from embforge.arguments import sequence_elements
@@ -20,11 +20,12 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
 from embforge.codegen.tuned.choose import Choice
+from embforge.conversion import common_device, convert
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of
 from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
-from embforge.storage.static import StaticTable, Tables
+from embforge.storage.static import StaticTable, Tables, readable_bytes
 from embforge.trace_file import FILE_VARIABLE
 from embforge.training.calls import Programs
 from embforge.training.numbers import drawn_seed
@@ -127,6 +128,39 @@ class EmbeddingCollection(Trained):
 
             record_as_environment_says(self)
 
+    @classmethod
+    def from_modules(
+        cls,
+        modules: Mapping[str, nn.Module],
+        *,
+        weighted: Collection[str] = (),
+        output_dtype: str | None = None,
+        **options: Any,
+    ) -> EmbeddingCollection:
+        """A collection with the rows of torch's own modules, one feature per module under the name given to it.
+
+        `modules`: nn.EmbeddingBag (its mode is the pooling) and nn.Embedding (pooling "none"); modules that share a
+        weight share a table. `weighted`: names of the features that are called with per-sample weights.
+        `output_dtype`: None is the modules' dtype where all have the same, else fp32. `options`: those of the
+        constructor; `device` defaults to the modules' own. Rows are copied, and frozen ones stay frozen. SpecError
+        names a module that cannot be taken over, and why.
+        """
+        spec, weights = convert(modules, weighted, output_dtype)
+        chosen: dict[str, Any] = {"device": common_device(weights)} if options.get("device") is None else {}
+        made = cls(spec, **options | chosen)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                if not made.weight(name).is_meta:
+                    made.weight(name).copy_(weight)
+        frozen = [name for name, weight in weights.items() if not weight.requires_grad]
+        if frozen:
+            made.freeze(*frozen)
+        return made
+
+    def num_parameters(self) -> int:
+        """How many numbers the rows of all tables hold; states of an optimizer and padding do not count."""
+        return sum(table.num_embeddings * table.embedding_dim for table in self.spec.tables)
+
     def reset_parameters(self) -> None:
         """Draws all rows anew, uniformly from +-1/sqrt(rows); optimizer states and the step begin anew too."""
         for table in self._tables().values():
@@ -212,12 +246,15 @@ class EmbeddingCollection(Trained):
 
     def extra_repr(self) -> str:
         spec = self.spec
-        sizes = f"{len(spec.tables)} tables, {len(spec.features)} features"
+        held = readable_bytes(sum(table.table_bytes for table in self.layout.tables))
+        sizes = (
+            f"{len(spec.tables)} tables, {len(spec.features)} features, {self.num_parameters():,} parameters, {held}"
+        )
         trained = f", optimizer={self._trainer}" if self._fused else ""
         trained += ", accumulate=True" if self._trainer.accumulate else ""
         frozen = [name for name, table in self._tables().items() if not table.is_trained()]
         trained += f", frozen: {', '.join(frozen)}" if frozen else ""
-        return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}{trained}"
+        return f"{spec.name or 'collection'}: {sizes}, {held}, backend={self.backend}{trained}"
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch[0]

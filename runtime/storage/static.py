@@ -23,6 +23,10 @@ NO_FP8_GRADIENT = (
 )
 
 
+SHOWN_TABLES = 12
+"""How many lines the tables of a collection take when it is printed."""
+
+
 class StaticTable(nn.Module):
     """Holds `weight`: `[rows, dim]` whose rows are `stride_elements` apart, and the states of a fused optimizer.
 
@@ -61,17 +65,23 @@ class StaticTable(nn.Module):
         self.block, self.section = block, section
         self.weight = block[:, : self.layout.table.embedding_dim]
 
+    def extra_repr(self) -> str:
+        table, layout = self.layout.table, self.layout
+        size = f"{table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {readable_bytes(layout.table_bytes)}"
+        return f"{size}, {readable_bytes(self.section.nbytes)} of optimizer states" if self.section.nbytes else size
+
     def states(self) -> dict[str, Tensor]:
         """The optimizer's states by name, live."""
-        return state_views(self.layout, self.weight, self.section) if self._fused else {}
+        return state_views(self.layout, self.weight, self.section) if self.is_fused else {}
 
     @property
-    def _fused(self) -> bool:
+    def is_fused(self) -> bool:
+        """Whether a fused optimizer trains the table."""
         return "block" in self.__dict__
 
     def set_trainable(self, wanted: bool) -> None:
         """Whether a backward changes the table, or gives it a gradient. TypeError for fp8 without a fused optimizer."""
-        if not self._fused:
+        if not self.is_fused:
             if wanted and not self.can_train():
                 raise TypeError(f"table {self.layout.table.name!r}: {NO_FP8_GRADIENT}")
             self.weight.requires_grad_(wanted)
@@ -85,11 +95,11 @@ class StaticTable(nn.Module):
 
     def is_trained(self) -> bool:
         """Whether it is not frozen."""
-        return self.trainable if self._fused else self.weight.requires_grad
+        return self.trainable if self.is_fused else self.weight.requires_grad
 
     def can_train(self) -> bool:
         """Whether anything can train the table as it is held."""
-        return self._fused or self.weight.dtype.itemsize > 1
+        return self.is_fused or self.weight.dtype.itemsize > 1
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -132,7 +142,7 @@ class StaticTable(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._fused:
+        if self.is_fused:
             self._hold(versioned(self.block), versioned(self.section))
         else:
             _mark_gradients(self.weight)  # hooks are not in a pickle
@@ -190,7 +200,7 @@ class StaticTable(nn.Module):
 
     def _move_to(self, device: torch.device, like: StaticTable) -> None:
         """Fresh memory on a device, also for what `load_state_dict(assign=True)` brings: nobody else's tensor fits."""
-        if like._fused:
+        if like.is_fused:
             self._hold(allocate_block(self.layout, device), allocate_section(self.layout, device))
         else:
             self.weight = _parameter(allocate(self.layout, device), like.weight)
@@ -199,6 +209,13 @@ class StaticTable(nn.Module):
 
 class Tables(nn.Module):
     """The tables by name. A name may hold a dot, which torch's own look for unexpected keys takes for a level."""
+
+    def __repr__(self) -> str:
+        """As of any module, but of many tables only the first ones."""
+        lines = [f"({name}): {table!r}" for name, table in self._modules.items()]
+        if len(lines) > SHOWN_TABLES:
+            lines[SHOWN_TABLES - 1 :] = [f"... and {len(lines) - SHOWN_TABLES + 1} more tables"]
+        return "\n  ".join(["Tables(", *lines]) + "\n)"
 
     def requires_grad_(self, requires_grad: bool = True) -> Tables:
         """Fused tables have no parameters that torch's own would find."""
@@ -219,7 +236,29 @@ class Tables(nn.Module):
     ) -> None:
         tables: Any = self._modules
         known = {key for name, table in tables.items() for key in table.keys(f"{prefix}{name}.")}
-        unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
+        # A module without a fused optimizer serves what another trained: it has no use for the optimizer's states.
+        skipped = tuple(f"{prefix}{name}.optim." for name, table in tables.items() if not table.is_fused)
+        unexpected_keys += [
+            key
+            for key in state_dict
+            if strict and key.startswith(prefix) and key not in known and not key.startswith(skipped)
+        ]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's own dtype of a table that the spec gives this dtype."""
+    dtype: torch.dtype = getattr(torch, DTYPES[name].torch_name)
+    return dtype
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes as people write it, e.g. 25.6 MB."""
+    size, unit = float(count), "B"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def allocate(layout: TableLayout, device: torch.device) -> Tensor:
@@ -230,7 +269,7 @@ def allocate(layout: TableLayout, device: torch.device) -> Tensor:
 def allocate_block(layout: TableLayout, device: torch.device) -> Tensor:
     """All memory of a table: rows with their padding."""
     table = layout.table
-    dtype = getattr(torch, DTYPES[table.dtype].torch_name)
+    dtype = torch_dtype(table.dtype)
     with torch.inference_mode(False):  # what is made there has no version, by which changes are known
         block = torch.empty((table.num_embeddings, layout.stride_elements), dtype=dtype, device=device)
     if block.is_cpu:

@@ -143,7 +143,10 @@ class Trained(nn.Module, ABC):
             if first is not None:
                 self._moved(first.device)
         counters = {prefix + key: counter for key, counter in self._trainer.counters().items()}
-        unexpected_keys += [key for key in unexpected if key not in counters]
+        skipped = "" if self._fused else prefix + "optim."  # what a trained module has more than one that serves
+        unexpected_keys += [
+            key for key in unexpected if key not in counters and not (skipped and key.startswith(skipped))
+        ]
         for key, counter in counters.items():
             given = state_dict.get(key)
             if given is None:

@@ -147,8 +147,7 @@ def test_a_state_dict_that_does_not_fit() -> None:
             ):
                 module.load_state_dict({**state, counter: bad})
     assert differing(state, snapshot(module)) == []
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*optim\.step"):
-        trained(optimizer=None).load_state_dict(state)
+    trained(optimizer=None).load_state_dict(state)  # a module that serves skips the optimizer's entries
 
 
 def test_a_part_of_a_model_is_loaded_as_a_part() -> None:

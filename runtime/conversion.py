@@ -1,0 +1,90 @@
+"""From torch's own embedding modules to a spec: which tables and features they are, and what cannot be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
+from embforge.codegen.errors import SpecError
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.storage.static import torch_dtype
+
+DTYPE_NAMES = {torch_dtype(name): name for name in TABLE_DTYPES}
+"""The names of torch's dtypes in a spec."""
+
+
+class Converted(NamedTuple):
+    """The spec that modules amount to, and the rows of its tables by name."""
+
+    spec: CollectionSpec
+    weights: dict[str, Tensor]
+
+
+def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_dtype: str | None) -> Converted:
+    """One feature per module, in the order given; modules that share a weight share a table.
+
+    `weighted` names the features that take per-sample weights. `output_dtype`: None keeps the modules' own dtype where
+    all have the same, and is fp32 where they differ. Raises SpecError naming the module and what cannot be kept.
+    """
+    if not modules:
+        raise SpecError("from_modules: no modules are given; give a dict of feature names to nn.EmbeddingBag modules")
+    for name in weighted:
+        if name not in modules:
+            raise SpecError(f"from_modules: weighted names {name!r}; the modules are {', '.join(map(repr, modules))}")
+    tables: dict[int, TableSpec] = {}
+    weights: dict[str, Tensor] = {}
+    features = []
+    for name, module in modules.items():
+        weight = _checked(name, module)
+        if id(weight) not in tables:
+            rows, dim = weight.shape
+            tables[id(weight)] = TableSpec(name, rows, dim, DTYPE_NAMES[weight.dtype])  # type: ignore[arg-type]
+            weights[name] = weight
+        pooling: Any = module.mode if isinstance(module, nn.EmbeddingBag) else "none"
+        padding: Any = module.padding_idx
+        table = tables[id(weight)].name
+        features.append(FeatureSpec(name, table, pooling, weighted=name in weighted, padding_idx=padding))
+    spec = CollectionSpec(tuple(tables.values()), features, output_dtype or _common_dtype(tables.values()))  # type: ignore[arg-type]
+    return Converted(spec, weights)
+
+
+def common_device(weights: Mapping[str, Tensor]) -> torch.device:
+    """Where all weights are. ValueError if they are on several devices."""
+    devices = {name: weight.device for name, weight in weights.items()}
+    if len(set(devices.values())) > 1:
+        places = ", ".join(f"{name!r} on {device}" for name, device in devices.items())
+        raise ValueError(f"from_modules: the modules are on several devices ({places}); give device=, or move them")
+    return next(iter(devices.values()))
+
+
+def _checked(name: str, module: nn.Module) -> Tensor:
+    """The weight of a module that can be taken over as it is."""
+    if type(module) not in (nn.Embedding, nn.EmbeddingBag):
+        raise SpecError(
+            f"from_modules: {name!r} is a {type(module).__name__}; allowed: nn.Embedding and nn.EmbeddingBag "
+            "themselves, because a class derived from them may compute something else"
+        )
+    refused = {
+        "max_norm": "rows are not scaled down when they are looked up; clip them in your training loop",
+        "scale_grad_by_freq": "gradients are not divided by how often an id occurs",
+    }
+    for option, reason in refused.items():
+        value = getattr(module, option)
+        if value:
+            raise SpecError(f"from_modules: {name!r} has {option}={value!r}, which cannot be kept: {reason}")
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise SpecError(f"from_modules: {name!r} has forward hooks, which would not run; remove them")
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if weight.dtype not in DTYPE_NAMES:
+        allowed = ", ".join(map(str, DTYPE_NAMES))
+        raise SpecError(f"from_modules: {name!r} has rows of {weight.dtype}; allowed: {allowed}; convert it with .to()")
+    return weight
+
+
+def _common_dtype(tables: Collection[TableSpec]) -> str:
+    dtypes = {table.dtype for table in tables}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(OUTPUT_DTYPES) else "fp32"

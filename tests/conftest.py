@@ -7,9 +7,16 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
+
+
+def pytest_configure() -> None:
+    """Examples of hypothesis take as long as they take: how busy the machine is decides no test."""
+    settings.register_profile("patient", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 120.0
+TIMEOUT = 600.0
+GROUP_TIMEOUT = timedelta(seconds=TIMEOUT)
 """Seconds after which a test's ranks are taken for hung."""
 PRELOADED = ["torch", "torch.distributed", "numpy", "embforge.sharded.collection", "embforge.launch.cpu_backward"]
 
@@ -96,7 +97,7 @@ def _rank(
     os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=GROUP_TIMEOUT
     )
     try:
         sender.send((True, work(rank, size, *arguments)))

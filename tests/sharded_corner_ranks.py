@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
+from ranks import GROUP_TIMEOUT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +24,7 @@ from embforge.sharded import (
     TableWise,
 )
 
-OPTIONS: dict[str, Any] = {"backend": "reference", "timeout": timedelta(seconds=20)}
+OPTIONS: dict[str, Any] = {"backend": "reference", "timeout": GROUP_TIMEOUT}
 ROWS, DIM = 4, 4
 
 
@@ -232,7 +232,7 @@ def timeouts(rank: int, size: int) -> bool:
         spec_of(), ShardPlan({"a": RowWise()}), optimizer=ef.optim.SGD(lr=1.0), backend="reference"
     )
     module.close()
-    return bool(module._ranks.timeout == timedelta(seconds=60))
+    return bool(module._ranks.timeout == GROUP_TIMEOUT)
 
 
 def everything(rank: int, size: int) -> dict[str, Any]:

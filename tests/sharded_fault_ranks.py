@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_mix import PLAN, SHORT, SPEC, Batch, batch_of, full_rows, joined, made, outcome, step, unsharded
+from sharded_mix import LONG, PLAN, SHORT, SPEC, Batch, batch_of, full_rows, joined, made, outcome, step, unsharded
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 
@@ -117,16 +117,16 @@ def groups(rank: int, size: int) -> dict[str, Any]:
     batch = batch_of(rank, 3, least=1)
     dist.new_group([0], use_local_synchronization=True)  # rank 0 alone
     for _ in range(3):
-        module = made(timeout=SHORT)
+        module = made(timeout=LONG)
         step(module, batch)
         module.close()
     part = dist.new_group([0, 1])
     if rank < 2:
-        found["unequal"] = outcome(lambda: made(process_group=part, timeout=SHORT))
+        found["unequal"] = outcome(lambda: made(process_group=part, timeout=LONG))
     dist.new_group([1], use_local_synchronization=True)  # now 0 and 1 are in equally many
     if rank < 2:
         for _ in range(2):
-            module = made(process_group=part, timeout=SHORT)
+            module = made(process_group=part, timeout=LONG)
             step(module, batch)
             module.close()
         found["equal"] = True
@@ -135,12 +135,14 @@ def groups(rank: int, size: int) -> dict[str, Any]:
 
 def other_backend(rank: int, size: int) -> dict[str, Any]:
     """A group whose backend is not the default one's; and one that cannot serve the device."""
-    module = made(process_group=dist.new_group(backend="cpu:gloo"), timeout=SHORT)
+    module = made(process_group=dist.new_group(backend="cpu:gloo"), timeout=LONG)
     step(module, batch_of(rank, 3))
-    return {
+    found = {
         "own": dist.get_backend_config(module._ids.group),
-        "device": outcome(lambda: made(process_group=dist.new_group(backend="cuda:gloo"), timeout=SHORT)),
+        "device": outcome(lambda: made(process_group=dist.new_group(backend="cuda:gloo"), timeout=LONG)),
     }
+    dist.barrier()  # a rank that is ahead must not end while another one still connects
+    return found
 
 
 def nodes(rank: int, size: int) -> dict[str, Any]:
@@ -148,11 +150,11 @@ def nodes(rank: int, size: int) -> dict[str, Any]:
     found = {}
     for name, local in {"equal": 2, "unequal": 1 if rank < 1 else 3}.items():
         os.environ["LOCAL_WORLD_SIZE"] = str(local)
-        module = made(timeout=SHORT)
+        module = made(timeout=LONG)
         step(module, batch_of(rank, 3))
         found[name] = module._ranks.node_size
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    found["every other"] = Ranks(dist.new_group([0, 2]), None, SHORT).node_size if rank in (0, 2) else None
+    found["every other"] = Ranks(dist.new_group([0, 2]), None, LONG).node_size if rank in (0, 2) else None
     return found
 
 
@@ -160,8 +162,8 @@ def unmade(rank: int, size: int) -> dict[str, Outcome]:
     """What one rank alone cannot make; what it refuses itself."""
     link = Link(bandwidth=1e9, latency=1e-6)
     small = Topology("small", 1, 2, 1.0, 1e9, 1e9, link, link) if rank == 1 else None
-    found = {"memory": outcome(lambda: made(topology=small, timeout=SHORT))}
-    found["formats"] = outcome(lambda: made(formats="bf16" if rank == 1 else None, timeout=SHORT))
+    found = {"memory": outcome(lambda: made(topology=small, timeout=LONG))}
+    found["formats"] = outcome(lambda: made(formats="bf16" if rank == 1 else None, timeout=LONG))
     return found
 
 
@@ -186,7 +188,7 @@ def zero_bounds(rank: int, size: int) -> tuple[bool, bool]:
 
 def killed(rank: int, size: int, when: str) -> Outcome:
     """One rank dies by a signal in the middle of a step: before its vectors, or before its backward."""
-    module = made(timeout=SHORT)
+    module = made(timeout=LONG)
     step(module, batch_of(rank, 3))
     if rank == 1 and when == "vectors":
         done = module.distribute(*batch_of(rank, 3))
@@ -200,20 +202,23 @@ def killed(rank: int, size: int, when: str) -> Outcome:
 
 def stops_calling(rank: int, size: int) -> Outcome:
     """A rank that lives on but calls no more."""
+    step(made(timeout=LONG), batch_of(rank, 3))  # so that what is slow only once is done
+    dist.barrier()
     module = made(timeout=SHORT)
     step(module, batch_of(rank, 3))
-    if rank == 1:
-        time.sleep(2 * SHORT.total_seconds())
-        return "nothing", ""
-    return outcome(lambda: step(module, batch_of(rank, 3)))
+    return _without_rank_1(rank, lambda: step(module, batch_of(rank, 3)))
 
 
 def never_made(rank: int, size: int) -> Outcome:
     """A rank that goes its own way where the others make the module."""
-    if rank == 1:
-        time.sleep(2 * SHORT.total_seconds())
-        return "nothing", ""
-    return outcome(lambda: made(timeout=SHORT))
+    return _without_rank_1(rank, lambda: made(timeout=SHORT))
+
+
+def _without_rank_1(rank: int, call: Callable[[], Any]) -> Outcome:
+    """What a call of rank 0 ends in while rank 1 lives and does nothing."""
+    found = outcome(call) if rank == 0 else ("nothing", "")
+    dist.barrier()
+    return found
 
 
 def no_samples(rank: int, size: int) -> bool:

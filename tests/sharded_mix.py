@@ -112,4 +112,6 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 SHORT = timedelta(seconds=3)
-"""A timeout of groups that tests wait for."""
+"""A timeout of groups that tests wait for: only where a rank never comes."""
+LONG = timedelta(seconds=1200)
+"""One that no test reaches: what fails before it fails for another reason."""

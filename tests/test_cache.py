@@ -214,6 +214,6 @@ def test_eight_processes_compile_one_kernel_once(fresh_cache: Path, tmp_path: Pa
         subprocess.Popen([sys.executable, "-c", COMPILING, str(text)], stdout=subprocess.PIPE, text=True)
         for _ in range(8)
     ]
-    answers = [w.communicate(timeout=120)[0] for w in workers]
+    answers = [w.communicate(timeout=600)[0] for w in workers]
     assert [w.returncode for w in workers] == [0] * 8
     assert sorted(json.loads(a) for a in answers) == [False] + [True] * 7

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -287,7 +286,7 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_the_command_passes_arguments_output_and_status_on(tmp_path: Path) -> None:
     process = start(tmp_path, "script.py", "5", "--batches", "0")
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 7, stderr
     assert stdout == "ready ['--batches', '0']\n"
     assert read_trace(tmp_path / "trace.npz").values.tolist() == [0, 2, 3, 1, 2, 3, 2, 2, 3]
@@ -300,8 +299,7 @@ def test_ctrl_c_writes_what_was_seen(tmp_path: Path) -> None:
     process = start(tmp_path, "script.py", "2", "x", "600")
     assert process.stdout is not None
     assert process.stdout.readline().startswith("ready")
-    time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the command and its script
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert process.returncode == 128 + signal.SIGINT
     assert np.array_equal(read_trace(tmp_path / "trace.npz").sizes, [2, 2])

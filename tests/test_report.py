@@ -246,7 +246,7 @@ def browse(path: Path, scratch: Path, size: str, *flags: str) -> tuple[str, str]
     quiet = "--disable-background-networking --disable-component-update --disable-sync --disable-quic --no-first-run"
     command = [CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", *quiet.split(), *flags]
     command += [f"--user-data-dir={scratch}", f"--window-size={size}", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=600, check=True)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 

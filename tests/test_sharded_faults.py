@@ -9,8 +9,8 @@ import sharded_fault_ranks as work
 import torch
 from ranks import run_ranks, start_ranks
 
-SOON = 30.0
-"""Seconds: more than the modules' groups wait, less than the 60 of the group around them."""
+SOON = 300.0
+"""Seconds: more than SHORT, less than LONG and than the group around them wait."""
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", torch.int64), ("cpu", torch.int32)])

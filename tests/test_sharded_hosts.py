@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "sharded_script.py"
 NO_RIGHTS = "no rights to make network namespaces, or no ip command"
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = "29517"
-PATIENCE = 240
+PATIENCE = 600
 
 
 @pytest.mark.soak

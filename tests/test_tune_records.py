@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(store: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tunes with finals over a table of times instead of a machine."""
 
-    def tuned(times: Times, *, noise: float = 0.002, seconds: float = 20.0, where: str = "user") -> TuneResult:
+    def tuned(times: Times, *, noise: float = 0.002, deadline: float = math.inf, where: str = "user") -> TuneResult:
         def finals(task: Task, study: object, before: dict[str, Any], *_: object) -> tuple[int, object]:
             judge = ReplayJudge(times, task.default, noise=noise)
             finalists = [task.plan(params) for params in times if params != task.default]
             stored = [task.plan(CpuParams(**record.params)) for record in before.values()]
             candidates: list[Plan] = list(dict.fromkeys([*finalists, *stored]))
-            return 0, race(judge, candidates, task.plan(task.default), deadline=time.monotonic() + seconds)
+            return 0, race(judge, candidates, task.plan(task.default), deadline=deadline)
 
         monkeypatch.setattr(tune_module, "_run", finals)
         workloads = list(next(iter(times.values())))
@@ -64,14 +64,14 @@ def test_what_is_proven_is_stored_and_a_doubt_leaves_it(run: Any, store: Path) -
     assert first.best == FAST and first.unstored == "" and len(first.paths) == 1
     assert stored(store)[SMALL]["params"]["prefetch_bytes"] == 0
     before = first.paths[0].read_bytes()
-    doubt = run(times(1e-3, 0.99e-3), noise=0.2, seconds=0.0)
+    doubt = run(times(1e-3, 0.99e-3), noise=0.2, deadline=0.0)
     assert doubt.best == CpuParams() and doubt.paths == ()
     assert "undecided; what was stored before stays" in doubt.unstored
     assert first.paths[0].read_bytes() == before
 
 
 def test_a_doubt_without_anything_before_stores_nothing(run: Any, store: Path) -> None:
-    doubt = run(times(1e-3, 0.99e-3), noise=0.2, seconds=0.0)
+    doubt = run(times(1e-3, 0.99e-3), noise=0.2, deadline=0.0)
     assert doubt.paths == () and "undecided: give them more time" in doubt.unstored and not stored(store)
 
 

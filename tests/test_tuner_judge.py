@@ -196,7 +196,7 @@ def test_a_busy_timing_lock_is_waited_for_and_released(judge: BenchJudge, quiet:
 
     other = threading.Thread(target=another_tuner)
     other.start()
-    assert held.wait(5)
+    assert held.wait()
     quiet.inside = inside
     try:
         assert_good_is_timed(judge)

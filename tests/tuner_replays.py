@@ -27,7 +27,7 @@ from embforge.tuner.trials import Trials
 
 SPEC = CollectionSpec([TableSpec("t", 500, 16)], [FeatureSpec("f", "t")])
 NAME = "study"
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 600.0
 """Until a child that says nothing is taken for hung; nobody waits as long where all is well."""
 
 _processes = multiprocessing.get_context("forkserver")

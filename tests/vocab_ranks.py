@@ -31,7 +31,7 @@ def run(rank: int, folder: str) -> None:
         if rank >= size:
             continue
         store = dist.FileStore(str(Path(folder) / f"store{size}"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
         for check in CHECKS:
             try:
                 check(rank, size)

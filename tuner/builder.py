@@ -6,7 +6,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
@@ -31,11 +31,18 @@ class Builder:
     plan, such as a machine without a compiler, `done` raises.
     """
 
-    def __init__(self, workers: int, *, pausable: bool = True, limit: float = COMPILE_SECONDS) -> None:
+    def __init__(
+        self,
+        workers: int,
+        *,
+        pausable: bool = True,
+        limit: float = COMPILE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Plan, BuildResult] | Exception] = queue.SimpleQueue()
         self._pausable, self._limit = pausable, limit
-        self._clock = _Clock()
+        self._clock = _Clock(clock)
         self._lock = threading.Lock()  # over helpers and whether they are paused
         self._helpers: set[Helper] = set()
         self._paused = self._closed = False
@@ -182,11 +189,12 @@ def summary(text: str) -> str:
 
 
 class _Clock:
-    """Seconds since it was made, pauses not counted."""
+    """Seconds of another clock since this one was made, pauses not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._lock = threading.Lock()
-        self._last = time.monotonic()
+        self._now = clock
+        self._last = clock()
         self._running = 0.0
         self._paused = False
 
@@ -201,6 +209,6 @@ class _Clock:
             self._paused = wanted
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         self._running += 0.0 if self._paused else now - self._last
         self._last = now

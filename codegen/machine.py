@@ -82,7 +82,7 @@ def cuda_headers() -> Path:
                 return Path(str(package.locate_file(file))).parent
     raise ToolchainError(
         f"NVIDIA's CUDA headers are not installed: none of {', '.join(HEADER_PACKAGES)} holds cuda_fp16.h; "
-        f"pip install {HEADER_PACKAGES[0]}"
+        f"pip install 'embforge[cuda]' (from a clone: pip install '.[cuda]')"
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from embforge import ops
 from embforge.arguments import sequence_elements
+from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import Params
@@ -431,6 +432,12 @@ def _untraced(function: Any) -> Any:
 
 
 def _backend(wanted: str | None, device: torch.device) -> str:
+    """The backend to use on that device. `ToolchainError` if the device is a GPU and there is none."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ToolchainError(
+            f"device={str(device)!r} needs a CUDA GPU and a torch built for it; none is here; use device='cpu', or "
+            "backend='simt' on device='cpu' to execute the CUDA kernels slowly without a GPU"
+        )
     if wanted is None:
         return "cuda" if device.type == "cuda" else "cpu"
     if wanted not in DEVICES_OF:

@@ -16,6 +16,7 @@ from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import PARAMS, CpuParams, ReferenceParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.collection import EmbeddingCollection
 from embforge.launch import reference
 from embforge.pairwise import covering
 from embforge.places import sequence_place
@@ -225,3 +226,5 @@ def test_without_a_gpu_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ToolchainError, match=r"verify --on cuda needs a CUDA device.*--on cpu"):
         verify(SPEC, on="cuda")
+    with pytest.raises(ToolchainError, match=r"device='cuda:1' needs a CUDA GPU.*device='cpu'"):
+        EmbeddingCollection(SPEC, device="cuda:1")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from embforge.codegen.errors import ToolchainError
+from embforge.codegen.targets.cuda_packages import cuda_module
 from embforge.codegen.tuned.hardware import parse_bytes
 
 SAMPLE_SECONDS = 1e-3
@@ -143,11 +145,11 @@ def gpu_clocks(index: int) -> dict[str, int | None]:
     """Rates of the multiprocessors and of the memory, from NVML through cuda.core; None where there is none."""
     names = ("sm", "memory")
     try:
-        from cuda.core import Device
-    except ImportError:  # cuda.core is not on every system
+        core = cuda_module("cuda.core")
+    except ToolchainError:  # cuda.core is not on every system
         return dict.fromkeys(names)
     try:
-        device = Device(index).to_system_device()
+        device = core.Device(index).to_system_device()
         return {name: int(device.get_clock(name).get_current_mhz()) for name in names}
     except Exception:  # NVML has a class for each of its refusals, and so has the search for its library
         return dict.fromkeys(names)

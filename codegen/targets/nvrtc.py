@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import package_version
+from embforge.codegen.targets.cuda_packages import cuda_module
 
 FLAGS: dict[str, Any] = {"std": "c++17", "fma": False, "lineinfo": True}
 """Contraction off, no fast math: part of the semantics. Line numbers serve profilers and our own figures."""
 CONTEXT_LINES = 3
-_IMPORTING = Lock()
-"""cuda.core imports itself in circles: a second thread that imports it meanwhile gets half of it."""
 
 
 def compile_cubin(source: Path, arch: str) -> bytes:
@@ -52,10 +50,7 @@ def numbered_log(source: Path, text: str, log: str) -> str:
 
 def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of the NVRTC in use. `ToolchainError` without one."""
-    cuda_core()
-    from cuda.bindings import nvrtc
-
-    error, major, minor = nvrtc.nvrtcVersion()
+    error, major, minor = cuda_module("cuda.bindings.nvrtc").nvrtcVersion()
     if int(error) != 0:
         raise ToolchainError(f"NVRTC does not tell its version ({error}); reinstall nvidia-cuda-nvrtc")
     return int(major), int(minor)
@@ -96,12 +91,5 @@ def check_driver(driver_version: tuple[int, int], compiler_version: tuple[int, i
 
 
 def cuda_core() -> Any:
-    try:
-        with _IMPORTING:
-            import cuda.core
-    except ImportError as error:
-        raise ToolchainError(
-            f"target cuda needs the cuda-core package and NVRTC ({error}); install embforge on Linux or Windows, where "
-            "they come with it; on macOS use target cpu"
-        ) from error
-    return cuda.core
+    """The module cuda.core. `ToolchainError` names the extra if it is not installed."""
+    return cuda_module("cuda.core")

@@ -20,6 +20,7 @@ from embforge.codegen.targets.cuda_backward_geometry import backward_params, row
 from embforge.codegen.targets.cuda_geometry import BIG_ROW, cuda_params, geometry_of
 from embforge.codegen.targets.cuda_launch import shape_of
 from embforge.codegen.targets.cuda_long import long_geometry
+from embforge.codegen.targets.cuda_packages import INSTALL, cuda_module
 from embforge.codegen.targets.cuda_stages import THREADS
 
 LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
@@ -179,13 +180,8 @@ def _usage(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _run(tool: str, *arguments: str) -> str:
     """A CUDA binary utility's output. `ToolchainError` names the package to install if it is missing or fails."""
-    try:
-        from cuda.pathfinder import find_nvidia_binary_utility
-    except ImportError:
-        path = None
-    else:
-        path = find_nvidia_binary_utility(tool)
-    remedy = f"install nvidia-cuda-{tool} (it comes with embforge on Linux and Windows)"
+    path = cuda_module("cuda.pathfinder").find_nvidia_binary_utility(tool)
+    remedy = f"install nvidia-cuda-{tool}, which comes with the extra: {INSTALL}"
     if path is None:
         raise ToolchainError(f"{tool} is not on this machine, and register figures are read with it; {remedy}")
     done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)

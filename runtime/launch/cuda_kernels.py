@@ -14,6 +14,7 @@ from torch import Tensor
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda_packages import cuda_module
 from embforge.codegen.targets.nvrtc import check_driver, cuda_core, installed_nvrtc
 from embforge.launch.cuda_errors import driver_error, mistake
 from embforge.launch.cuda_watch import Watch
@@ -23,9 +24,7 @@ from embforge.launch.metadata import FIRST_CALL
 
 def driver_version() -> tuple[int, int]:
     """The newest CUDA that the driver can serve. `ToolchainError` without a driver."""
-    from cuda.bindings import driver
-
-    error, version = driver.cuDriverGetVersion()
+    error, version = cuda_module("cuda.bindings.driver").cuDriverGetVersion()
     if int(error) != 0:
         raise ToolchainError(f"the CUDA driver does not answer ({error}); install or repair the NVIDIA driver")
     return version // 1000, version % 1000 // 10
@@ -126,8 +125,7 @@ class CudaKernels:
 
     def _opt_in(self, found: Any, kernel: KernelLaunch, device: torch.device) -> None:
         """Asks the driver for the shared memory of a kernel's blocks on the current device, which is `device`."""
-        from cuda.bindings import driver
-
+        driver = cuda_module("cuda.bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         ordinal = self._core.Device().device_id
         (error,) = driver.cuKernelSetAttribute(attribute, kernel.shared, found.handle, ordinal)

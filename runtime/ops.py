@@ -31,6 +31,7 @@ from embforge.training.calls import (
     run_update,
     run_weight_gradient,
 )
+from embforge.training.numbers import update_is_wanted
 
 _FP32 = torch.float32
 MAY_CHANGE = "saved_tensor_with_no_vc_check"
@@ -238,6 +239,8 @@ def _update(
     tables = rows_of(plan.layout, tables)
     check_states(plan, tables, states, hyper, counters)
     gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
+    if not update_is_wanted(hyper):  # a compiled backward is one node: only here can it be known
+        return hyper.new_zeros(1, dtype=_FP32)
     return run_update(program, Storage(tables, states, trainable, bounds_check), batch, gradients, hyper, counters)
 
 

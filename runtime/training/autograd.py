@@ -22,7 +22,7 @@ from embforge.training.calls import (
     run_update,
     run_weight_gradient,
 )
-from embforge.training.numbers import Numbers
+from embforge.training.numbers import Numbers, update_is_wanted
 
 Sink = Callable[[Gradients, list[tuple[Tensor, Tensor]]], Tensor]
 
@@ -92,7 +92,7 @@ class Lookup(torch.autograd.Function):
         wanted = ctx.needs_input_grad[6:]
         table_gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if call.numbers is not None:
-            if ctx.needs_input_grad[5]:
+            if ctx.needs_input_grad[5] and update_is_wanted(call.numbers.hyper):
                 anchor_gradient = _train(call, call.numbers, batch, gradients)
         elif any(wanted):
             reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)

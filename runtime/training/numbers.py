@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from threading import Lock
 from typing import Any
 
@@ -11,8 +12,15 @@ from torch import Tensor
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Rule
 from embforge.storage.states import versioned
 
+# Named once: part of every backward.
+_current_node: Any = torch._C._current_autograd_node
+_current_pass: Any = torch._C._current_graph_task_id
+_runs: Any = torch._C._will_engine_execute_node
+
 STEP, SEED = COUNTERS.index("step"), COUNTERS.index("seed")
 LR, GRAD_SCALE = HYPER.index("lr"), HYPER.index("grad_scale")
+NUMBERS = "_embforge_numbers"
+"""An anchor's attribute: a weak reference to the numbers that it belongs to."""
 
 
 class Numbers:
@@ -29,7 +37,7 @@ class Numbers:
         with torch.inference_mode(False):  # what is made there has no version, by which changes are known
             self.hyper = torch.tensor(self._values, dtype=torch.float64, device="cpu").to(device)
             self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-            self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+            self.anchor = self._new_anchor(device)
             """What autograd sees of fused tables: its gradient is 0, or infinite where an update was skipped."""
         self.lock = Lock()
         """One update at a time, whatever thread a backward runs in; and what accumulates is taken or used up."""
@@ -78,7 +86,7 @@ class Numbers:
                 1, dtype=torch.float32, device=device
             )  # the facade's parameter stays the same object
         else:
-            self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+            self.anchor = self._new_anchor(device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("anchor", "lock")}
@@ -88,7 +96,31 @@ class Numbers:
         self.lock = Lock()
         self.hyper, self.counters = versioned(self.hyper), versioned(self.counters)
         with torch.inference_mode(False):
-            self.anchor = torch.zeros(1, dtype=torch.float32, device=self.hyper.device, requires_grad=True)
+            self.anchor = self._new_anchor(self.hyper.device)
+
+    def _new_anchor(self, device: torch.device) -> Tensor:
+        anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+        setattr(anchor, NUMBERS, weakref.ref(self))
+        return anchor
+
+
+def update_is_wanted(hyper: Tensor) -> bool:
+    """Whether the backward pass that runs now reaches the rows whose optimizer has these numbers.
+
+    `torch.autograd.grad(loss, dense.parameters())` and `backward(inputs=...)` may run a lookup's node for the gradient
+    of its weights alone: then the anchor, which stands for the rows, is not among what this pass asked for. Outside of
+    a backward pass the caller means an update.
+    """
+    node = _current_node() if _current_pass() != -1 else None
+    for reached, _ in () if node is None else node.next_functions:
+        belongs_to = getattr(getattr(reached, "variable", None), NUMBERS, None)
+        numbers = None if belongs_to is None else belongs_to()
+        if numbers is not None and numbers.hyper.data_ptr() == hyper.data_ptr():
+            try:
+                return bool(_runs(reached))
+            except RuntimeError:  # torch refuses to say it of a leaf that torch.autograd.grad was asked for
+                return True
+    return True
 
 
 def drawn_seed() -> int:

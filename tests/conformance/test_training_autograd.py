@@ -168,6 +168,24 @@ def test_only_the_wanted_gradients_are_computed() -> None:
     assert steps(module) == 1 and given.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_query_for_gradients_of_weights_updates_nothing(accumulate: bool, compiler: str | None) -> None:
+    """It runs the lookup's node, but does not ask for the rows."""
+    module = trained(accumulate=accumulate)
+    values, offsets, weights = draw()
+    weights.requires_grad_()
+    called: Any = torch.compile(module, backend=compiler) if compiler else module
+    with nothing_changes(module):
+        torch.autograd.grad(called(values, offsets, weights).sum(), [weights])
+        called(values, offsets, weights).sum().backward(inputs=[weights])
+        module.step()
+    assert weights.grad is not None
+    called(values, offsets, weights).sum().backward()
+    module.step()
+    assert steps(module) == 1
+
+
 @trained_backend
 @pytest.mark.parametrize("fused", [True, False])
 def test_frozen_tables_still_give_gradients_of_weights(backend: Any, fused: bool) -> None:

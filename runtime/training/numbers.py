@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from threading import Lock
 from typing import Any
 
@@ -19,8 +18,8 @@ _runs: Any = torch._C._will_engine_execute_node
 
 STEP, SEED = COUNTERS.index("step"), COUNTERS.index("seed")
 LR, GRAD_SCALE = HYPER.index("lr"), HYPER.index("grad_scale")
-NUMBERS = "_embforge_numbers"
-"""An anchor's attribute: a weak reference to the numbers that it belongs to."""
+HYPER_ADDRESS = "_embforge_hyper"
+"""An anchor's attribute: where the hyperparameters lie that it belongs to. A number, so that anchors can be pickled."""
 
 
 class Numbers:
@@ -85,6 +84,7 @@ class Numbers:
             self.anchor.data = torch.zeros(
                 1, dtype=torch.float32, device=device
             )  # the facade's parameter stays the same object
+            setattr(self.anchor, HYPER_ADDRESS, self.hyper.data_ptr())
         else:
             self.anchor = self._new_anchor(device)
 
@@ -100,7 +100,7 @@ class Numbers:
 
     def _new_anchor(self, device: torch.device) -> Tensor:
         anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
-        setattr(anchor, NUMBERS, weakref.ref(self))
+        setattr(anchor, HYPER_ADDRESS, self.hyper.data_ptr())
         return anchor
 
 
@@ -113,9 +113,7 @@ def update_is_wanted(hyper: Tensor) -> bool:
     """
     node = _current_node() if _current_pass() != -1 else None
     for reached, _ in () if node is None else node.next_functions:
-        belongs_to = getattr(getattr(reached, "variable", None), NUMBERS, None)
-        numbers = None if belongs_to is None else belongs_to()
-        if numbers is not None and numbers.hyper.data_ptr() == hyper.data_ptr():
+        if getattr(getattr(reached, "variable", None), HYPER_ADDRESS, None) == hyper.data_ptr():
             try:
                 return bool(_runs(reached))
             except RuntimeError:  # torch refuses to say it of a leaf that torch.autograd.grad was asked for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,10 @@ def test_the_optimizers_own_state_dict(rate: Any) -> None:
         other.optimizer.load_state_dict({"state": {}, "param_groups": [{}, {}]})
     with pytest.raises(RuntimeError, match="trains the tables of its module only"):
         other.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+
+
+def test_a_parameter_group_can_be_pickled() -> None:
+    """As a plain dict, with the anchor that it holds."""
+    optimizer = trained().optimizer
+    assert optimizer is not None
+    assert pickle.loads(pickle.dumps(optimizer.param_groups[0]))["lr"] == 0.1

@@ -7,15 +7,15 @@ seen something bad in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from embforge.codegen.spec import CollectionSpec
+from embforge.input_forms import Parts, flat_lengths, from_dense, from_mapping, offsets_of, padded_to_jagged
 from embforge.jagged import Jagged
 
 BoundsCheck = Literal["error", "zero", "unchecked"]
@@ -48,8 +48,8 @@ def normalise(
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Batch:
-    """The batch that a call means. `values` may be a tensor, a `Jagged`, a nested jagged tensor of F*B bags or
-    anything with the interface of TorchRec's KeyedJaggedTensor, which is put into the spec's feature order.
+    """The batch that a call means. `values` may be a tensor, a mapping of feature to ids, a `Jagged`, a nested
+    jagged tensor of F*B bags or anything with the interface of TorchRec's KeyedJaggedTensor; see docs/inputs.md.
 
     Raises TypeError (dtype or kind of an argument) or ValueError (shape, length or device), naming the argument.
     """
@@ -73,7 +73,7 @@ def normalise(
             batch = bags // features
             if batch * features == bags >= 0:
                 return _batch((values, offsets, weights, batch, None))
-    return _normalise_any(spec, device, _unpack(spec, values, offsets, weights, lengths))
+    return _normalise_any(spec, device, _unpack(spec, device, values, offsets, weights, lengths))
 
 
 def _fits_as_it_is(weights: Tensor, values: Tensor) -> bool:
@@ -87,27 +87,19 @@ def _fits_as_it_is(weights: Tensor, values: Tensor) -> bool:
     )
 
 
-class _Parts(NamedTuple):
-    values: Any
-    offsets: Any
-    weights: Any
-    lengths: Any
-    rows_per_feature: tuple[int, ...] | None = None
-
-
-def _normalise_any(spec: CollectionSpec, device: torch.device, parts: _Parts) -> Batch:
+def _normalise_any(spec: CollectionSpec, device: torch.device, parts: Parts) -> Batch:
     values = _checked("values", parts.values, (_INT32, _INT64), device)
     weights = None if parts.weights is None else _checked("weights", _uncast(parts.weights), (_FLOAT32,), device)
     if weights is not None and weights.numel() != values.numel():
         raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
     features = len(spec.features)
     if parts.lengths is not None:
-        lengths = _checked("lengths", parts.lengths, (_INT32, _INT64), device)
+        lengths = _checked("lengths", flat_lengths(parts.lengths, features), (_INT32, _INT64), device)
         if lengths.numel() % features:
             raise ValueError(
                 f"lengths: length {lengths.numel()} does not fit {features} features; allowed: {features} * batch"
             )
-        offsets = pad(lengths.cumsum(0, dtype=_INT64), (1, 0))
+        offsets = offsets_of(lengths)
     else:
         offsets = _checked("offsets", parts.offsets, (_INT32, _INT64), device)
         _check_offsets_length(offsets, features)
@@ -163,23 +155,27 @@ def _check_rows(spec: CollectionSpec, rows: tuple[int, ...], values: Tensor, off
             raise ValueError(f"rows_per_feature: {rows} given, offsets say {true}")
 
 
-def _unpack(spec: CollectionSpec, values: Any, offsets: Any, weights: Any, lengths: Any) -> _Parts:
+def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: Any, weights: Any, lengths: Any) -> Parts:
     """Tensors out of whatever carries them. What comes with its own borders takes none beside it."""
-    if isinstance(values, Tensor) and not values.is_nested:
+    if isinstance(values, Tensor) and not values.is_nested and (values.dim() == 1 or offsets is not None):
         if (offsets is None) == (lengths is None):
             given = "neither" if offsets is None else "both"
             raise ValueError(f"offsets, lengths: {given} given; give exactly one of them")
-        return _Parts(values, offsets, weights, lengths)
-    if isinstance(values, Jagged):
-        parts = _Parts(values.values, values.offsets, values.weights, values.lengths, values.rows_per_feature)
+        return Parts(values, offsets, weights, lengths)
+    if isinstance(values, Tensor) and not values.is_nested:
+        return _from_padded(len(spec.features), values, weights, lengths)
+    if isinstance(values, Mapping):
+        parts = from_mapping(values, [f.name for f in spec.features], device)
+    elif isinstance(values, Jagged):
+        parts = Parts(values.values, values.offsets, values.weights, values.lengths, values.rows_per_feature)
     elif isinstance(values, Tensor):
         parts = _from_nested(values)
     elif all(hasattr(values, name) for name in ("keys", "values", "lengths", "weights_or_none")):
         parts = _from_keyed(spec, values)
     else:
         raise TypeError(
-            f"values: got {type(values).__name__}; allowed: a 1-D tensor of ids, embforge.Jagged, "
-            "a nested tensor of layout torch.jagged, a KeyedJaggedTensor"
+            f"values: got {type(values).__name__}; allowed: a tensor of ids, a mapping of feature to ids, "
+            "embforge.Jagged, a nested tensor of layout torch.jagged, a KeyedJaggedTensor"
         )
     kind = type(values).__name__
     if offsets is not None or lengths is not None:
@@ -194,7 +190,24 @@ def _unpack(spec: CollectionSpec, values: Any, offsets: Any, weights: Any, lengt
     return parts._replace(weights=_from_nested(weights).values if getattr(weights, "is_nested", False) else weights)
 
 
-def _from_nested(tensor: Any) -> _Parts:
+def _from_padded(features: int, values: Tensor, weights: Any, lengths: Any) -> Parts:
+    parts = from_dense(values, weights, features)
+    if lengths is None:
+        return parts
+    lengths = flat_lengths(lengths, features)
+    if values.dim() != 3 or not isinstance(lengths, Tensor) or lengths.numel() != features * values.shape[0]:
+        raise ValueError(
+            f"lengths: do not fit values of shape {tuple(values.shape)}; padded values [batch, features, ids] take "
+            f"lengths [features, batch] = [{features}, {values.shape[0]}]"
+        )
+    shape = (features, values.shape[0], values.shape[2])
+    counted = lengths.view(shape[:2])
+    if isinstance(parts.weights, Tensor):
+        weights = padded_to_jagged(parts.weights.view(shape), counted)
+    return Parts(padded_to_jagged(parts.values.view(shape), counted), None, weights, lengths)
+
+
+def _from_nested(tensor: Any) -> Parts:
     if tensor.layout is not torch.jagged:
         raise TypeError(
             f"values: nested tensor of layout {tensor.layout} is not allowed; allowed: torch.jagged; "
@@ -202,10 +215,10 @@ def _from_nested(tensor: Any) -> _Parts:
         )
     if tensor.lengths() is not None:  # bags with gaps between them
         tensor = tensor.contiguous()
-    return _Parts(tensor.values(), tensor.offsets(), None, None)
+    return Parts(tensor.values(), tensor.offsets(), None, None)
 
 
-def _from_keyed(spec: CollectionSpec, keyed: Any) -> _Parts:
+def _from_keyed(spec: CollectionSpec, keyed: Any) -> Parts:
     keys, wanted = list(keyed.keys()), [f.name for f in spec.features]
     missing = [name for name in wanted if name not in keys]
     if missing:
@@ -214,14 +227,14 @@ def _from_keyed(spec: CollectionSpec, keyed: Any) -> _Parts:
     if lengths.dim() != 1 or lengths.numel() % len(keys) or len(set(getattr(keyed, "stride_per_key", list)())) > 1:
         raise ValueError(f"lengths: the {len(keys)} keys differ in batch size; every key needs the same batch")
     if keys == wanted:
-        return _Parts(values, None, weights, lengths)
+        return Parts(values, None, weights, lengths)
     by_key = lengths.view(len(keys), -1)
     sizes = by_key.sum(1).tolist()
     if sum(sizes) != values.numel():
         raise ValueError(f"values has {values.numel()} ids, lengths add up to {sum(sizes)}")
     order = [keys.index(name) for name in wanted]
     value_parts, weight_parts = values.split(sizes), None if weights is None else weights.split(sizes)
-    return _Parts(
+    return Parts(
         torch.cat([value_parts[i] for i in order]),
         None,
         None if weight_parts is None else torch.cat([weight_parts[i] for i in order]),

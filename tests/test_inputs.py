@@ -164,7 +164,7 @@ def test_bad_keyed_jagged_tensors(keyed: Keyed, message: str) -> None:
         (TypeError, r"values: dtype torch\.float32.*torch\.int32, torch\.int64", dict(values=VALUES.float())),
         (TypeError, r"values: dtype torch\.uint8", dict(values=VALUES.byte())),
         (TypeError, r"values: got list", dict(values=[1, 2])),
-        (TypeError, r"values: got dict", dict(values={"a": VALUES})),
+        (ValueError, r"values: no key for feature 'b'; its keys: a", dict(values={"a": VALUES}, offsets=None)),
         (TypeError, r"offsets: dtype torch\.float32", dict(offsets=OFFSETS.float())),
         (TypeError, r"offsets: got list", dict(offsets=[0, 1, 2])),
         (TypeError, r"lengths: dtype torch\.bool", dict(offsets=None, lengths=LENGTHS.bool())),

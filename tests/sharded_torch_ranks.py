@@ -232,7 +232,8 @@ def saved_and_loaded(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"shapes": {key: tuple(value.shape) for key, value in mine.items()}}
     found["contiguous"] = all(value.is_contiguous() for value in mine.values())
     found["same"] = all(torch.equal(mine[key], theirs[key]) for key in mine) and list(mine) == list(theirs)
-    found["moved"] = not torch.equal(mine["tables.tables.rows.weight"], loaded["tables.tables.rows.weight"])
+    key = f"tables.tables.rows[{rank}::{size}].weight"
+    found["moved"] = not torch.equal(mine[key], loaded[key])
     found["steps"] = int(theirs["tables.optim.step"]), int(theirs["tables.replicated.optim.step"])
     other = torch.load(Path(folder) / f"{rank}.pt")
     dist.barrier()
@@ -241,7 +242,6 @@ def saved_and_loaded(rank: int, size: int, folder: str) -> dict[str, Any]:
     def load(**changed: Any) -> None:
         second.load_state_dict({key: value for key, value in (other | changed).items() if value is not None})
 
-    key = "tables.tables.rows.weight"
     found["missing"] = outcome(lambda: load(**{key: None}))
     found["unexpected"] = outcome(lambda: load(**{"tables.tables.lines.weight": torch.zeros(1)}))
     found["shape"] = outcome(lambda: load(**{key: torch.zeros(2, 4)}))

@@ -33,10 +33,11 @@ def test_state_dicts_hold_shards_and_resume_bit_for_bit(tmp_path: Path) -> None:
     both = run_ranks(2, work.saved_and_loaded, str(tmp_path))
     states = ("m", "v")
     shapes = [
-        {"rows": (5, 4), "whole": (7, 4), "columns.1": (8, 2), "columns.3": (8, 2), "copied": (5, 4)},
-        {"rows": (4, 4), "columns.0": (8, 2), "columns.2": (8, 2), "copied": (5, 4)},
+        {"rows[0::2]": (5, 4), "whole": (7, 4), "columns[:,2:4]": (8, 2), "columns[:,6:8]": (8, 2), "copied": (5, 4)},
+        {"rows[1::2]": (4, 4), "columns[:,0:2]": (8, 2), "columns[:,4:6]": (8, 2), "copied": (5, 4)},
     ]
-    for found, of_rank in zip(both, shapes, strict=True):
+    for rank, (found, of_rank) in enumerate(zip(both, shapes, strict=True)):
+        rows = f"tables.tables.rows[{rank}::2].weight"
         expected = {"dense.weight": (2, 2), "dense.bias": (2,)}
         for table, shape in of_rank.items():
             expected |= {f"tables.tables.{table}.{key}": shape for key in ("weight", *(f"optim.{s}" for s in states))}
@@ -45,9 +46,9 @@ def test_state_dicts_hold_shards_and_resume_bit_for_bit(tmp_path: Path) -> None:
         assert found["contiguous"] and found["same"] and found["moved"] and found["kept"]
         assert found["steps"] == (6, 6)
         for case, words in {
-            "missing": 'Missing key(s) in state_dict: "tables.tables.rows.weight"',
+            "missing": f'Missing key(s) in state_dict: "{rows}"',
             "unexpected": 'Unexpected key(s) in state_dict: "tables.tables.lines.weight"',
-            "shape": "tables.tables.rows.weight: shape (2, 4) does not fit this rank's shard of shape",
+            "shape": f"{rows}: shape (2, 4) does not fit this rank's shard of shape",
             "counter": "tables.optim.step: -1 is not allowed",
             "swapped": "holds the shards of rank",
         }.items():

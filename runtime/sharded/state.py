@@ -1,8 +1,11 @@
 """What a rank's state dict holds of a sharded collection: its own shards, without the rows that only pad them.
 
-tables.<table>.weight            tables.<table>.optim.<state>           of a table of which the rank holds one shard
-tables.<table>.<piece>.weight    tables.<table>.<piece>.optim.<state>   of one with several pieces of columns there
-optim.step, optim.seed           replicated.optim.step, replicated.optim.seed
+tables.<table>.weight              tables.<table>.optim.<state>           of a table that the rank holds as a whole
+tables.<table>[1::3,0:4].weight    tables.<table>[1::3,0:4].optim.<state>     of a part: its rows and columns
+optim.step, optim.seed             replicated.optim.step, replicated.optim.seed
+
+A key says what its tensor is, whatever the rank: equal keys of two ranks hold equal tensors, and different shards have
+different keys. torch.distributed.checkpoint, which takes tensors with one key for copies, relies on that.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from embforge.codegen.sharding.geometry import Geometry, piece_name
-from embforge.codegen.sharding.placement import TablePlacement
+from embforge.codegen.sharding.placement import Piece, Rows, TablePlacement
 from embforge.sharded.comm import Ranks
 from embforge.storage.static import StaticTable
 from embforge.training.trained import _wrong_counter
@@ -51,14 +54,24 @@ class HeldShards(nn.Module, ABC):
         table."""
         rank = self._ranks.rank
         for placed in self.geometry.placement.tables:
-            key = f"tables.{placed.table.name}"
             if placed.replicated:
-                yield key, self._table(placed.table.name), placed.table.num_embeddings
-            mine = [number for number, piece in enumerate(placed.pieces) if rank in piece.owners]
-            for number in mine:
-                piece = placed.pieces[number]
-                rows = placed.rows(piece, piece.owners.index(rank)).count
-                yield key if len(mine) == 1 else f"{key}.{number}", self._table(piece_name(placed, number)), rows
+                name = placed.table.name
+                yield f"tables.{name}", self._table(name), placed.table.num_embeddings
+            for number, piece in enumerate(placed.pieces):
+                if rank in piece.owners:
+                    rows = placed.rows(piece, piece.owners.index(rank))
+                    yield part_key(placed, piece, rows), self._table(piece_name(placed, number)), rows.count
+
+    def _keys_of_all_ranks(self) -> set[str]:
+        """What the state dicts of all ranks have together."""
+        tables = {f"tables.{placed.table.name}" for placed in self.geometry.placement.tables if placed.replicated}
+        for placed in self.geometry.placement.tables:
+            for piece in placed.pieces:
+                shards = range(len(piece.owners))
+                tables |= {part_key(placed, piece, placed.rows(piece, shard)) for shard in shards}
+        entries = ["weight", *(f"optim.{state.name}" for state in self.optimizer_rule.states)]
+        counters = {f"{part}optim.{name}" for part in ("", "replicated.") for name in ("step", "seed")}
+        return {f"{table}.{entry}" for table in tables for entry in entries} | counters
 
     def _saved(self) -> dict[str, Tensor]:
         """The live rows and states by key."""
@@ -121,7 +134,15 @@ class HeldShards(nn.Module, ABC):
             elif not isinstance(given, Tensor) or given.shape != target.shape:
                 what = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
                 wrong.append(f"{prefix}{key}: {what} does not fit this rank's shard of shape {tuple(target.shape)}")
-        known = {prefix + key for key in live | counters}
+        parts = {prefix + key.removesuffix(".weight").partition("[")[0] for key in live if prefix + key in missing}
+        others = [key for key in state_dict if key.startswith(tuple(f"{part}[" for part in parts))] if parts else []
+        if others:
+            own_key = next(key for key in missing if key.startswith(tuple(parts)))
+            wrong.append(
+                f"{own_key}: the state dict has {others[0]} instead, of another plan or number of ranks; load it with "
+                "the ones it was saved with, or save full(table) there and use load_full here"
+            )
+        known = {prefix + key for key in self._keys_of_all_ranks()}
         unexpected = [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
         error_msgs += wrong
         missing_keys += missing
@@ -148,6 +169,16 @@ class HeldShards(nn.Module, ABC):
             "make another one with the same arguments on every rank and give it state_dict() (this rank's shards), or "
             "take whole tables with full(table)"
         )
+
+
+def part_key(placed: TablePlacement, piece: Piece, rows: Rows) -> str:
+    """A shard's name in state dicts: the table's, with the rows and columns as one would take them from the whole."""
+    shape = placed.table.num_embeddings, placed.table.embedding_dim
+    taken, columns = rows.range, f"{piece.begin}:{piece.end}"
+    of_rows = f"{taken.start}::{taken.step}" if rows.by == "modulo" else f"{taken.start}:{taken.stop}"
+    parts = [":" if rows.count == shape[0] else of_rows, *([] if piece.width == shape[1] else [columns])]
+    key = f"tables.{placed.table.name}"
+    return key if parts == [":"] else f"{key}[{','.join(parts)}]"
 
 
 def held_names(placed: TablePlacement, rank: int) -> list[str]:

@@ -14,7 +14,7 @@ from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.tuner import race as race_module
-from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, LEAST_FLOOR, decide
+from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, LEAST_FLOOR, NOISE_LIMIT, decide
 from embforge.tuner.judge import Cache
 from embforge.tuner.outcome import (
     CompileFailed,
@@ -318,3 +318,11 @@ def test_a_wide_noise_floor_settles_nothing() -> None:
     decision = decide({"w": noisy})
     assert decision.noise_floor > 0.1 and decision.gain.high < 1 + 10 * decision.noise_floor
     assert not decision.settled and not decision.ships
+
+
+def test_a_noise_floor_above_the_limit_decides_nothing() -> None:
+    """Copies of one kernel that differ by a factor of two say that the machine was busy, however large the gain is."""
+    times = {DEFAULT: 56e-3, LEADER: 1e-3, DUPLICATES[DEFAULT]: 56e-3, DUPLICATES[LEADER]: 2e-3}
+    found = decide({"w": {name: (seconds,) * 24 for name, seconds in times.items()}})
+    assert found.noise_floor > NOISE_LIMIT and not found.ships and not found.settled
+    assert "the noise floor of 100% is above 25%" in found.why and "quieter machine" in found.why

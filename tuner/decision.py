@@ -14,6 +14,8 @@ ALPHA = 0.01
 """Chance of a mistake below which a difference is taken for real."""
 STOP_ALPHA = 0.001
 """The same for stopping early: whoever looks often must look more strictly."""
+NOISE_LIMIT = 0.25
+"""A noise floor above which samples decide nothing, whatever they say: the machine was busy."""
 WORTHLESS = 0.005
 """A difference between two finalists that is not worth more time."""
 
@@ -56,8 +58,9 @@ class Decision:
 def decide(samples: Samples) -> Decision:
     """The decision after these rounds.
 
-    The leader ships if it beats the default by more than the noise floor, with p below `ALPHA`, and is on no workload
-    slower than the default by more than that workload's noise floor.
+    Above a noise floor of `NOISE_LIMIT` nothing ships. Else the leader ships if it beats the default by more than the
+    noise floor, with p below `ALPHA`, and is on no workload slower than the default by more than that workload's noise
+    floor.
     """
     joint = _joint(samples)
     default, leader = joint[DEFAULT], joint[LEADER]
@@ -69,11 +72,12 @@ def decide(samples: Samples) -> Decision:
     rivals = {name: times for name, times in joint.items() if name not in NO_RIVALS}
     chances = {name: wilcoxon(np.log(leader), np.log(times)) for name, times in rivals.items()}
     overtaken_by = _overtaken_by(leader, rivals, floor)
-    beats = gain.median > 1 + floor and p < ALPHA
+    beats = gain.median > 1 + floor and p < ALPHA and floor <= NOISE_LIMIT
     return Decision(
         ships=beats and not slower,
         why=_why(gain, floor, p, slower, gains),
-        settled=_settled_with_default(gain, floor, p)
+        settled=floor <= NOISE_LIMIT
+        and _settled_with_default(gain, floor, p)
         and overtaken_by is None
         and all(p < ALPHA or _at_most_alike(leader, rivals[name], floor) for name, p in chances.items()),
         gain=gain,
@@ -126,6 +130,11 @@ def _overtaken_by(leader: Floats, rivals: Mapping[str, Floats], floor: float) ->
 
 def _why(gain: Gain, floor: float, p: float, slower: list[str], gains: Mapping[str, Gain]) -> str:
     found = f"{gain.median:.3f}x the default (95 %: {gain.low:.3f} to {gain.high:.3f})"
+    if floor > NOISE_LIMIT:
+        return (
+            f"the default stays: the noise floor of {floor:.0%} is above {NOISE_LIMIT:.0%}, so the finals say nothing; "
+            "tune again on a quieter machine"
+        )
     if gain.median <= 1 + floor:
         return f"the default stays: the best candidate is {found}, which is not above the noise floor of {floor:.1%}"
     if p >= ALPHA:

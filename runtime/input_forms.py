@@ -139,7 +139,7 @@ def _jagged(name: str, values: Any, lengths: Any, offsets: Any, weights: Any) ->
                 f"feature {name!r}: {kind} of {borders.numel()} for values {tuple(values.shape)}; padded values "
                 f"[batch, ids] need lengths [{values.shape[0]}]"
             )
-        counts = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
+        counts = torch.arange(values.shape[1], dtype=torch.int64, device=values.device) < lengths[:, None]
         weights = weights[counts] if isinstance(weights, Tensor) and weights.dim() == 2 else weights
         values = values[counts]
     elif values.dim() != 1:
@@ -155,7 +155,7 @@ def _jagged(name: str, values: Any, lengths: Any, offsets: Any, weights: Any) ->
 
 def padded_to_jagged(padded: Tensor, lengths: Tensor) -> Tensor:
     """The ids that count of `[F, B, L]` with lengths `[F, B]`, feature-major."""
-    return padded[torch.arange(padded.shape[-1], device=padded.device) < lengths[..., None]]
+    return padded[torch.arange(padded.shape[-1], dtype=torch.int64, device=padded.device) < lengths[..., None]]
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

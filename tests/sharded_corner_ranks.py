@@ -188,6 +188,33 @@ def a_batch_of_another_module(rank: int, size: int) -> str:
     return ""
 
 
+def other_default_dtypes(rank: int, size: int) -> list[str]:
+    """Names of the plans whose training under another default dtype ends in other bits than under float32."""
+    plans = {"replicas": DataParallel(), "rows": RowWise(), "columns": ColumnWise(2)}
+    usual = {name: _trained_under(torch.float32, kind) for name, kind in plans.items()}
+    return [
+        f"{name} under {dtype}"
+        for dtype in (torch.bfloat16, torch.float64)
+        for name, kind in plans.items()
+        if not all(map(torch.equal, usual[name], _trained_under(dtype, kind)))
+    ]
+
+
+def _trained_under(dtype: torch.dtype, kind: Any) -> list[Tensor]:
+    """Rows, and the gradient of per-sample weights, after two steps of a rule that reduces rows."""
+    factors = torch.arange(1, 1 + DIM, dtype=torch.float32)
+    weights = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float32, requires_grad=True)
+    torch.set_default_dtype(dtype)
+    try:
+        module = made(spec_of("mean", weighted=True), {"a": kind}, ef.optim.RowwiseAdagrad(lr=0.1))
+        for _ in range(2):
+            (module(torch.tensor([0, 1, 0]), offsets(2, 1), weights) * factors).pow(2).sum().backward()
+        assert weights.grad is not None
+        return [module.full("a"), weights.grad]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def steps_without_gradients(rank: int, size: int) -> list[tuple[float, int]]:
     found = []
     for kind in (DataParallel(), RowWise()):
@@ -250,6 +277,7 @@ WORKS = (
     recomputed_forwards,
     calls_between_prefetched_batches,
     a_batch_of_another_module,
+    other_default_dtypes,
     steps_without_gradients,
     all_tables_frozen,
     no_memory_on_one_rank,

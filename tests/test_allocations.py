@@ -19,12 +19,6 @@ MAKERS = {
 """Functions of torch that make a tensor of the default dtype (or one that follows from a value) on the default device,
 unless both are said. `*_like` and `new_*` take them from a tensor."""
 
-SHARDED = {
-    "by_nodes.py", "calibrate.py", "distribute.py", "lookup.py", "norms.py", "replicas.py", "starting_rows.py",
-    "state.py", "training.py", "weight_gradients.py", "wiring.py",
-}  # fmt: skip
-"""Files of sharded/ that are not mended yet. To be emptied."""
-
 
 def _faults(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
@@ -41,6 +35,4 @@ def _faults(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", sorted(RUNTIME.rglob("*.py")), ids=lambda path: str(path.relative_to(RUNTIME)))
 def test_dtype_and_device_are_said(path: Path) -> None:
-    if path.parent.name == "sharded" and path.name in SHARDED:
-        return
     assert list(_faults(ast.parse(path.read_text(encoding="utf-8")))) == []

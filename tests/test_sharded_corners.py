@@ -53,6 +53,10 @@ def test_a_batch_belongs_to_the_module_that_distributed_it(found: list[dict[str,
         assert "distributed by another module" in text and text.endswith(f"; {float(corners.DIM)}")
 
 
+def test_the_default_dtype_changes_nothing(found: list[dict[str, Any]]) -> None:
+    assert of(found, corners.other_default_dtypes) == [[]] * len(found)
+
+
 def test_a_step_without_gradients_is_none(found: list[dict[str, Any]]) -> None:
     for replicated, spread in of(found, corners.steps_without_gradients):
         assert replicated[1] == spread[1] == 1

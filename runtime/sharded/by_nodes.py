@@ -114,10 +114,10 @@ class ByNodes:
         """The sum of `count` blocks of rows, in order."""
         rows, width = to.shape
         assert PIECE_WORDS[:2] == ("column", "width") and PIECE_WORDS[5] == "sources"
-        pieces = torch.tensor([0, width, 0, 0, 0, count, 0], dtype=torch.int64).to(to.device)
+        pieces = torch.tensor([0, width, 0, 0, 0, count, 0], dtype=torch.int64, device="cpu").to(to.device)
         assert SOURCE_WORDS == ("block_at", "row_width", "column", "length_row", "own", "asked")
         placed = [[number * rows * width, width, 0, -1, 0, 0] for number in range(count)]
-        sources = torch.tensor(placed, dtype=torch.int64).to(to.device)
+        sources = torch.tensor(placed, dtype=torch.int64, device="cpu").to(to.device)
         stages_of(self._adding_plan, self.kernels).run(
             "network_forward",
             pieces=pieces,

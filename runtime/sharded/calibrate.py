@@ -120,7 +120,7 @@ class _Clock:
             call()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            spent = torch.tensor([time.perf_counter() - begin], device=self.device)
+            spent = torch.tensor([time.perf_counter() - begin], dtype=torch.float32, device=self.device)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             times.append(float(spent))
         if self.folder is not None:
@@ -132,14 +132,14 @@ class _Clock:
 def _memory(clock: _Clock, table_bytes: int) -> dict[str, float]:
     """Bytes a second of scattered rows, read and updated; bytes counted as the cost model counts them."""
     rows = max(1024, table_bytes // (4 * ROW_FLOATS))
-    table = torch.zeros(rows, ROW_FLOATS, device=clock.device)
+    table = torch.zeros(rows, ROW_FLOATS, dtype=torch.float32, device=clock.device)
     count = min(rows, 2**16)
-    ids = torch.randint(rows, (count,), device=clock.device)
-    gradient = torch.ones(count, ROW_FLOATS, device=clock.device)
-    out = torch.empty(count, ROW_FLOATS, device=clock.device)
+    ids = torch.randint(rows, (count,), dtype=torch.int64, device=clock.device)
+    gradient = torch.ones(count, ROW_FLOATS, dtype=torch.float32, device=clock.device)
+    out = torch.empty(count, ROW_FLOATS, dtype=torch.float32, device=clock.device)
     lookup = clock.seconds(lambda: torch.index_select(table, 0, ids, out=out))
     update = clock.seconds(lambda: table.index_add_(0, ids, gradient))
-    tiny = torch.zeros(1, device=clock.device)
+    tiny = torch.zeros(1, dtype=torch.float32, device=clock.device)
     launch = clock.seconds(lambda: tiny.add_(1))
     moved = 4 * ROW_FLOATS * count
     return {"lookup": 2 * moved / lookup, "update": 3 * moved / update, "launch": launch}
@@ -150,7 +150,7 @@ def _links(clock: _Clock, count: int) -> dict[str, float]:
     spent = {}
     for name, bytes_ in (("small", SMALL), ("large", LARGE)):
         numbers = bytes_ // 4 // (count - 1) * count  # a rank's own part moves nowhere
-        given = torch.zeros(numbers // count * count, device=clock.device)
+        given = torch.zeros(numbers // count * count, dtype=torch.float32, device=clock.device)
         taken = torch.empty_like(given)
         spent[name] = clock.seconds(lambda given=given, taken=taken: _all_to_all(taken, given))  # type: ignore[misc]
     return spent

@@ -151,7 +151,12 @@ class Distributor:
                 fixed[_MISTAKE] = REFUSED
             words[self.wiring.header_places] = fixed
             return counted.header
-        told = torch.cat([counted.mistake, torch.tensor(numbers).to(counted.mistake.device, non_blocking=True)])
+        told = torch.cat(
+            [
+                counted.mistake,
+                torch.tensor(numbers, dtype=torch.int64, device="cpu").to(counted.mistake.device, non_blocking=True),
+            ]
+        )
         if failure is not None:
             told[_MISTAKE] = REFUSED
         counted.header[self.wiring.header_fixed] = told

@@ -76,7 +76,7 @@ def run_backward(
         rows = [part.to(vectors.backward_wire.dtype) for part in rows]
     room = vectors.room(done)
     network.backward(done, grad, kept["source_winners"], room, factor)
-    verdict = torch.zeros(1, device=grad.device)
+    verdict = torch.zeros(1, dtype=torch.float32, device=grad.device)
     if module.scales:
         # What is looked at is what travels: a narrow format may overflow where the gradient does not.
         looked_at = [grad, *(g for g in grad_sequences if g is not None), *rows, room.partials]

@@ -77,7 +77,7 @@ class Replicas:
         gradients = self._gradients(kept, grad, sequences)
         program = self.module._program(batch).weight_gradient
         own = run_weight_gradient(program, self._storage(), batch, gradients)
-        found, first = torch.zeros(done.given.values.numel(), device=grad.device), 0
+        found, first = torch.zeros(done.given.values.numel(), dtype=torch.float32, device=grad.device), 0
         for feature, count in zip(self.features, batch.rows_per_feature, strict=True):
             begin = done.borders[feature]
             found[begin : begin + count] = own[first : first + count]
@@ -104,7 +104,7 @@ class Replicas:
         tables = self.module.spec.tables
         width = [table.embedding_dim + 1 for table in tables]  # the last column tells whether a row occurs
         sizes = [table.num_embeddings * w for table, w in zip(tables, width, strict=True)]
-        flat = torch.zeros(sum(sizes), device=self.module.device)
+        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self.module.device)
         blocks = [part.view(-1, w) for part, w in zip(flat.split(sizes), width, strict=True)]
         for one in trainer._pending:
             for block, (rows, gradient) in zip(blocks, one.reduced, strict=True):

@@ -37,5 +37,7 @@ def draw_rows(module: Any, seed: int) -> None:
 @torch.no_grad()
 def _fill(rows: Tensor, bound: float, generator: torch.Generator) -> None:
     for part in rows.split(1 << 16):  # torch draws no fp8: converted a slice at a time
-        drawn = torch.empty(part.shape, device=rows.device).uniform_(-bound, bound, generator=generator)
+        drawn = torch.empty(part.shape, dtype=torch.float32, device=rows.device).uniform_(
+            -bound, bound, generator=generator
+        )
         part.copy_(drawn)

@@ -155,7 +155,7 @@ class HeldShards(nn.Module, ABC):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Casts leave the tables alone; a move is refused."""
-        device = fn(torch.empty(0, device=self._device)).device
+        device = fn(torch.empty(0, dtype=torch.float32, device=self._device)).device
         if device != self._device:
             raise RuntimeError(
                 f"a sharded collection stays on the device it was made on ({self._device}), with its process groups; "

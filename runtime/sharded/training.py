@@ -102,11 +102,11 @@ class ShardedTraining(HeldShards):
 
     def verdict(self, gradients: list[Tensor]) -> Tensor:
         """0, or infinite if a number on any rank is not finite."""
-        found = torch.zeros(1, device=self._device)
+        found = torch.zeros(1, dtype=torch.float32, device=self._device)
         for gradient in gradients:
             found = torch.where(gradient.isfinite().all(), found, torch.ones_like(found))
         self._wires.all_reduce("verdict", found)
-        return torch.where(found > 0, torch.inf, 0.0)
+        return torch.where(found > 0, torch.full_like(found, torch.inf), torch.zeros_like(found))
 
     def seed(self, seed: int) -> None:
         """Makes stochastic rounding reproducible, on this number of ranks."""

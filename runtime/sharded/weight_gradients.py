@@ -24,7 +24,7 @@ def weight_gradients(
     given: dict[int, Tensor | None],
 ) -> Tensor:
     """fp32, one an id of this rank's batch. All ranks must call: owners compute products of rows and gradients."""
-    found = torch.zeros(done.given.values.numel(), device=grad.device)
+    found = torch.zeros(done.given.values.numel(), dtype=torch.float32, device=grad.device)
     _add_pooled(module, done, grad, pooled, _from_owners(module, done, local), found)
     if sequence_batch is not None and sequence_gradients is not None:
         of_rows = module.network.weight_gradient(sequence_batch, sequence_gradients, kept["rows"])
@@ -60,7 +60,7 @@ def _from_owners(module: Any, done: Distributed, local: Gradients | None) -> dic
     flat = [part for parts_of in out for part in parts_of]
     received = module._wires.all_to_all(
         "weight_gradients",
-        torch.cat(flat) if flat else torch.empty(0, device=module._device),
+        torch.cat(flat) if flat else torch.empty(0, dtype=torch.float32, device=module._device),
         [sum(part.numel() for part in parts_of) for parts_of in out],
         [int(sum(done.sent[s] for s in streams)) for streams in coming],
     )

@@ -306,7 +306,7 @@ class Wiring:
         if not self.alike or not len(owners):
             return self.pieces
         own = pieces.clone()
-        own[:, PIECE_WORDS.index("first")] = torch.arange(len(own), device=self.device)
+        own[:, PIECE_WORDS.index("first")] = torch.arange(len(own), dtype=torch.int64, device=self.device)
         own[:, PIECE_WORDS.index("sources")] = 1
         mine = owners == self.rank
         return own, owners[mine], sources[mine]
@@ -316,7 +316,7 @@ class Wiring:
         return self.geometry.layout.winner_width
 
     def _tensor(self, rows: Sequence[Sequence[int]], words: Sequence[str]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, len(words)).to(self.device)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(words)).to(self.device)
 
 
 @dataclass(frozen=True)

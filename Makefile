@@ -26,7 +26,7 @@ demo: $(READY) ## everything once: kernels for this CPU and eight GPU generation
 test: $(READY) ## all tests (10 minutes at most)
 	$(RUN)python -m pytest -n 2 -m "not soak"
 
-soak: $(READY) ## kills, fuzzing and long runs
+soak: $(READY) ## kills, fuzzing (EMBFORGE_FUZZ_MINUTES, else 10) and long runs
 	HYPOTHESIS_PROFILE=soak $(RUN)python -m pytest -m "soak or hypothesis"
 
 bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch, FBGEMM, TorchRec (35 minutes); writes dated JSON

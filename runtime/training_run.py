@@ -84,7 +84,8 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """What two tensors of equal numbers have in common: their bytes, with one pattern for all NaNs."""
-    flat = tensor.detach().reshape(-1).contiguous()
+    # A copy, because a view of one number may keep a stride that no view of its bytes can have.
+    flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     size = flat.element_size()
     numbers = flat.float() if flat.is_floating_point() else flat  # torch has no isnan for all formats
     return flat.view(torch.uint8).view(-1, size).masked_fill(numbers.isnan()[:, None], 0xFF)

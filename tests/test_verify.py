@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from embforge import optim
 from embforge import verify as module
 from embforge.cases import Case, draw_batch, draw_tables
 from embforge.codegen.cli.common import load_spec
@@ -228,3 +229,14 @@ def test_without_a_gpu_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         verify(SPEC, on="cuda")
     with pytest.raises(ToolchainError, match=r"device='cuda:1' needs a CUDA GPU.*device='cpu'"):
         EmbeddingCollection(SPEC, device="cuda:1")
+
+
+def test_training_of_a_table_with_one_row_is_compared() -> None:
+    """The state of its only row is a view with a stride that its bytes cannot have."""
+    from embforge.training_run import bits_of
+
+    state = torch.arange(8, dtype=torch.float32)[::4][:1]
+    assert state.stride() == (4,) and bits_of(state).shape == (1, 4)
+    lone = CollectionSpec([TableSpec("t", 1, 3)], [FeatureSpec("f", "t")])
+    module_ = EmbeddingCollection(lone, backend="reference", optimizer=optim.RowwiseAdam())
+    assert all(bits_of(tensor).shape[1] == 4 for tensor in module_.optimizer_state("t").values())

@@ -33,6 +33,9 @@ KEY_DIGITS = 12
 LOCK_TIMEOUT = 300.0
 """Seconds to wait for another process that builds the same kernel. Longer than any compilation we know."""
 
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What reading a file of the cache raises if it is not what was written there."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -90,15 +93,15 @@ def entry_dir(recipe: Recipe, root: Path | None = None) -> Path:
 def load(directory: Path, key: str | None = None) -> Entry | None:
     """The entry in a directory, or None if it is missing, unfinished, damaged or of another key."""
     try:
-        record = json.loads((directory / "entry.json").read_bytes())
+        record = json.loads(_read(directory / "entry.json"))
         entry = Entry(directory, directory / record["source"], directory / record["binary"], record["binary_sha256"])
         if record["schema"] != CACHE_SCHEMA or key not in (None, record["key"]):
             return None
-        if sha256_of(entry.source.read_bytes()) != record["source_sha256"]:
+        if sha256_of(_read(entry.source)) != record["source_sha256"]:
             return None
-        if sha256_of(entry.binary.read_bytes()) != entry.sha256:
+        if sha256_of(_read(entry.binary)) != entry.sha256:
             return None
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not what `_make` wrote: build it again
+    except DAMAGE:  # not there, or not what `_make` wrote: build it again
         return None
     return entry
 
@@ -124,6 +127,8 @@ def fetch(recipe: Recipe, *, lock_timeout: float = LOCK_TIMEOUT) -> tuple[Entry,
         if entry := load(directory, recipe.key):
             return entry, True
         return _make(recipe, directory), False
+    except OSError as error:  # a full disk, for one
+        return _make_privately(recipe, str(error)), False
     finally:
         lock.release()
 
@@ -134,10 +139,10 @@ def load_resources(entry: Entry, reader: str) -> list[dict[str, Any]] | None:
     `reader` says which version of the code read them off the binary; another version reads anew.
     """
     try:
-        record = json.loads((entry.directory / "resources.json").read_bytes())
+        record = json.loads(_read(entry.directory / "resources.json"))
         kernels: list[dict[str, Any]] = record["kernels"]
         return kernels if (record["binary_sha256"], record["reader"]) == (entry.sha256, reader) else None
-    except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: the caller measures again
+    except DAMAGE:  # absent or damaged: the caller measures again
         return None
 
 
@@ -183,6 +188,9 @@ def _make(recipe: Recipe, directory: Path) -> Entry:
     # The source is in its final place before the compiler runs, so that the path in a compile error stays valid.
     source = directory / f"kernel{recipe.source_suffix}"
     binary = directory / f"kernel{recipe.binary_suffix}"
+    for path in (source, binary, directory / "entry.json"):
+        if path.is_dir() and not path.is_symlink():  # no file can take its place while it stands there
+            shutil.rmtree(path)
     write_atomically(source, recipe.source.encode())
     data = recipe.compile(source)
     write_atomically(binary, data)
@@ -201,9 +209,22 @@ def _make(recipe: Recipe, directory: Path) -> Entry:
 
 def _make_privately(recipe: Recipe, reason: str) -> Entry:
     warnings.warn(f"kernel {recipe.uri} is built for this process only: {reason}", stacklevel=3)
-    directory = Path(tempfile.mkdtemp(prefix="embforge-build-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return _make(recipe, directory)
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="embforge-build-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        return _make(recipe, directory)
+    except OSError as error:
+        raise CacheError(
+            f"kernel {recipe.uri} can be kept neither in the cache ({reason}) nor in a temporary directory ({error}); "
+            "free some space, or set EMBFORGE_CACHE_DIR or TMPDIR to a directory that has some"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a regular file. `OSError` for anything else: a pipe would keep us waiting."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return path.read_bytes()
 
 
 def _writable(directory: Path) -> bool:

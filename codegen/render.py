@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemBytecodeCache, PackageLoader, StrictUndefined
+from jinja2 import BytecodeCache, Environment, PackageLoader, StrictUndefined
 from jinja2.bccache import Bucket
 
-from embforge.codegen.cache import cache_dir
+from embforge.codegen.cache import cache_dir, write_atomically
+
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-class _TemplateCache(FileSystemBytecodeCache):
+class _TemplateCache(BytecodeCache):
     """Templates as Python bytecode, beside the kernels and like them by content.
 
-    Translating the templates takes longer than everything else between a spec and its cached kernel.
+    Translating the templates takes longer than everything else between a spec and its cached kernel. A file begins
+    with the hash of what follows, because Python does not survive damaged bytecode: a file that does not match is
+    translated again.
     """
 
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        path = self._path(bucket)
+        try:
+            data = path.read_bytes() if path.is_file() else b""
+        except OSError:  # it cannot be read: the template is translated again
+            return
+        digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if hashlib.sha256(code).digest() == digest:
+            bucket.bytecode_from_string(code)
+
     def dump_bytecode(self, bucket: Bucket) -> None:
+        code = bucket.bytecode_to_string()
         with suppress(OSError):  # a cache that cannot be written costs time, not the answer
-            super().dump_bytecode(bucket)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path(bucket), hashlib.sha256(code).digest() + code)
+
+    def _path(self, bucket: Bucket) -> Path:
+        return self.directory / f"{bucket.key}.bytecode"
 
 
 @cache
@@ -32,15 +56,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
-        bytecode_cache=_template_cache(),
+        bytecode_cache=_TemplateCache(cache_dir() / "templates"),
     )
-
-
-def _template_cache() -> _TemplateCache:
-    directory = cache_dir() / "templates"
-    with suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
-    return _TemplateCache(str(directory))
 
 
 def render(template: str, facts: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -217,3 +218,62 @@ def test_eight_processes_compile_one_kernel_once(fresh_cache: Path, tmp_path: Pa
     answers = [w.communicate(timeout=600)[0] for w in workers]
     assert [w.returncode for w in workers] == [0] * 8
     assert sorted(json.loads(a) for a in answers) == [False] + [True] * 7
+
+
+@pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "entry.json"])
+@pytest.mark.parametrize("odd", ["directory", "pipe", "deep"])
+def test_odd_things_in_an_entry_are_replaced(fresh_cache: Path, name: str, odd: str) -> None:
+    path = cache.fetch(recipe())[0].directory / name
+    path.unlink()
+    if odd == "directory":
+        (path / "inside").mkdir(parents=True)
+    elif odd == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text("[" * 100_000)
+    entry, was_there = cache.fetch(recipe())
+    assert not was_there and entry.binary.read_bytes() == b"binary of text"
+    assert cache.fetch(recipe())[1]
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_a_full_disk_costs_a_private_build(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    write, left = cache.write_atomically, [writes]
+
+    def full(path: Path, data: bytes) -> None:
+        if path.is_relative_to(fresh_cache):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, data)
+
+    monkeypatch.setattr(cache, "write_atomically", full)
+    with pytest.warns(UserWarning, match=r"built for this process only.*No space left"):
+        entry, was_there = cache.fetch(recipe())
+    assert not was_there and entry.binary.read_bytes() == b"binary of text"
+    assert not entry.directory.is_relative_to(fresh_cache)
+
+
+def test_no_room_anywhere_is_our_own_error(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(cache, "write_atomically", full)
+    with pytest.warns(UserWarning), pytest.raises(CacheError, match=r"neither in the cache .*TMPDIR"):
+        cache.fetch(recipe())
+
+
+def test_damaged_bytecode_of_a_template_is_translated_again(fresh_cache: Path) -> None:
+    from embforge.codegen.render import _environment
+
+    name, environment = "cpu/forward.cpp.j2", _environment.__wrapped__()
+    environment.get_template(name)
+    (path,) = (fresh_cache / "templates").iterdir()
+    good = path.read_bytes()
+    for place in (0, 40, 100, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 0xFF]) + good[place + 1 :])
+        _environment.__wrapped__().get_template(name)
+        assert path.read_bytes() == good
+    path.unlink()
+    path.mkdir()
+    _environment.__wrapped__().get_template(name)

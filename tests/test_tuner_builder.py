@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from embforge.codegen.build import Built, build
-from embforge.codegen.errors import MissingKernelError, ToolchainError
+from embforge.codegen.errors import CacheError, MissingKernelError, ToolchainError
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
@@ -178,7 +178,7 @@ def test_a_disk_that_cannot_be_written_fails_no_plan(
     script.write_text(script.read_text().replace('echo "binary" > "$2"', ":"))  # the library cannot be read then
     with Builder(1) as builder:
         builder.submit(GOOD)
-        with pytest.raises(OSError, match=r"kernel\.so"):
+        with pytest.raises(CacheError, match=r"kernel\.so.*free some space"):
             builder.done(LONG_ENOUGH)
 
 

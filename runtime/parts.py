@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from embforge.group_ending import end_at_exit
+
 
 class Parts(NamedTuple):
     """Who holds how much of a weight."""
@@ -143,7 +145,8 @@ def process_group_of(given: Any, name: str) -> Any:
     if ranks not in made:
         if dist.get_rank() not in ranks:
             raise ValueError(f"{name}={list(ranks)} does not hold this process, rank {dist.get_rank()}")
-        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)  # others need not know
+        group = dist.new_group(list(ranks), use_local_synchronization=True)  # others need not know
+        made[ranks] = end_at_exit(group)
     return made[ranks]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embforge.codegen.errors import RankError
+from embforge.group_ending import end_at_exit, end_with
 from embforge.sharded.buffers import Buffers
 from embforge.sharded.waiting import wait
 
@@ -70,12 +71,13 @@ class Ranks:
             return None
         try:
             self._check_names()
-            return dist.new_group(
+            group = dist.new_group(
                 self.global_ranks,
                 timeout=self.timeout,
                 backend=None if self.given is None else dist.get_backend_config(self.given),
                 use_local_synchronization=not self.are_all,
             )
+            return group if self.are_all else end_at_exit(group)
         except RankError:
             raise
         except RuntimeError as error:
@@ -124,7 +126,7 @@ def _group_of(given: Any) -> tuple[Any, int | None]:
                 raise ValueError(f"process_group: a mesh of ranks {ranks} in another order; give it in ascending order")
             if len(ranks) == dist.get_world_size():
                 return dist.group.WORLD, given.mesh.shape[1]
-            return dist.new_group(ranks, use_local_synchronization=True), given.mesh.shape[1]
+            return end_at_exit(dist.new_group(ranks, use_local_synchronization=True)), given.mesh.shape[1]
         raise ValueError(
             f"process_group: a mesh of {given.mesh.dim()} dimensions; allowed: 1, or 2 (nodes, ranks a node)"
         )
@@ -146,6 +148,7 @@ class Exchange:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.group = ranks.new_group()
+        self._end = None if self.group is None or not ranks.are_all else end_with(self, self.group)
         self.counters: dict[str, int] = {}
         self.buffers = Buffers()
 
@@ -253,10 +256,11 @@ class Exchange:
         return tensor
 
     def close(self) -> None:
-        """Gives the group back. One of a part of the ranks stays with torch, which would give its name, and so what it
-        left in the store, to the next."""
-        if self.group is not None and self.ranks.are_all:
-            dist.destroy_process_group(self.group)
+        """Gives the group back, as also happens when the exchange is freed or the program ends. A group of a part of
+        the ranks stays with torch until the program ends, because torch would give its name, and with it what it left
+        in the store, to the next group."""
+        if self._end is not None:
+            self._end()
         self.group = None
 
     def count(self, name: str, sent: int) -> None:

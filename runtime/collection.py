@@ -24,7 +24,7 @@ from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
-from embforge.launch.metadata import check_tables, metadata_of
+from embforge.launch.metadata import check_tables, metadata_of, places_of
 from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
 from embforge.storage.static import StaticTable, Tables, readable_bytes
 from embforge.trace_file import FILE_VARIABLE
@@ -45,8 +45,6 @@ DEVICES_OF: dict[str, tuple[str, ...]] = {
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
 # Named once: every dot in the path to a function is a look-up, and small lookups are counted in microseconds.
-_address = Tensor.data_ptr
-_size = Tensor.numel
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -59,7 +57,6 @@ class _Ready(NamedTuple):
     """A kernel's call with the metadata of the tables as they lay when it was made."""
 
     places: list[int]
-    """Addresses of the tables, then their sizes: what tells that a table is not what it was."""
     call: Any
     metadata: Any
 
@@ -120,6 +117,7 @@ class EmbeddingCollection(Trained):
             initial = optimizer.initial_states if self._fused else None
             self.tables._modules[table.table.name] = StaticTable(table, device, fused=self._fused, initial=initial)
         self._ready: dict[torch.dtype, _Ready] = {}
+        self._kept = None
         self._programs = self._program_texts(device)
         self.reset_parameters()
         if self._fused and device.type != "meta":  # drawn behind the rows, so that these do not depend on the optimizer
@@ -269,7 +267,7 @@ class EmbeddingCollection(Trained):
             self._trainer.note_forward()
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         ready = self._ready.get(values.dtype)
-        if ready is None or ready[0] != [*map(_address, tables), *map(_size, tables)]:
+        if ready is None or ready[0] != places_of(tables):
             if values.is_meta:  # nothing to read
                 return self._call_operator(tables, batch, sequence_rows)
             ready = self._make_ready(tables, batch)
@@ -292,12 +290,12 @@ class EmbeddingCollection(Trained):
         self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """A lookup that autograd records."""
-        trainer, programs, storage = self._trainer, self._program(batch), self._storage(tables)
+        trainer, programs = self._trainer, self._program(batch)
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
         parameters, holders = ((), list(self._tables().values())) if self._fused else (tables, [])
         if not self._must_be_seen(batch.values) and not batch.values.is_meta:
-            check_tables(self.layout, tables)
-            return trainer.lookup(programs, storage, holders, batch, elements, parameters)
+            return trainer.lookup(programs, self._storage(tables), holders, batch, elements, parameters)
+        storage = self._new_storage(tables)
         if trainer.numbers is None or trainer.accumulate:
             # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
             if _is_compiling() or _has_numbers(batch.values):
@@ -333,7 +331,7 @@ class EmbeddingCollection(Trained):
         check_tables(self.layout, tables)
         kernel: Kernel = kernel_of(self._program(batch).forward)
         metadata = metadata_of(tables, self._bounds_check)
-        ready = _Ready([*map(_address, tables), *map(_size, tables)], kernel.__call__, metadata)
+        ready = _Ready(places_of(tables), kernel.__call__, metadata)
         self._ready[batch.values.dtype] = ready
         return ready
 
@@ -404,7 +402,7 @@ class EmbeddingCollection(Trained):
         return self
 
     def _moved(self, device: torch.device) -> None:
-        self._ready = {}
+        self._ready, self._kept = {}, None
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = _backend(None, device)
             self._given = dict.fromkeys(self._given)
@@ -415,7 +413,7 @@ class EmbeddingCollection(Trained):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_lookup"}  # a recording's: see there
-        return {**kept, "_ready": {}, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
+        return {**kept, "_ready": {}, "_kept": None, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -22,12 +22,21 @@ FIRST_CALL = (
 """Why a call is refused while a CUDA graph is captured."""
 
 
+# Named once: every dot in the path to a function is a look-up, and small calls are counted in microseconds.
+_address, _size = Tensor.data_ptr, Tensor.numel
+
+
 @dataclass(frozen=True)
 class Metadata:
     """`words`: int64 `[tables, METADATA_WORDS]` (a backward's: `UPDATE_METADATA_WORDS`) on the tables' device."""
 
     words: Tensor
     pointer: int
+
+
+def places_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Addresses and sizes: what tells that a table is not where, or what, it was."""
+    return [*map(_address, tensors), *map(_size, tensors)]
 
 
 def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:

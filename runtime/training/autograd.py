@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ class Holder(Protocol):
     trainable: bool
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A training call of a module, as it was when its forward ran."""
 
     programs: Programs
@@ -73,7 +72,8 @@ class Lookup(torch.autograd.Function):
         )
         ctx.save_for_backward(values, offsets, weights, kept.divisors, kept.winners)
         ctx.call, ctx.size = call, size
-        ctx.versions = versions_of(call)
+        if ctx.needs_input_grad[4]:
+            ctx.versions = versions_of(call)
         return kept.pooled if kept.sequence is None else (kept.pooled, kept.sequence)
 
     @staticmethod
@@ -92,7 +92,8 @@ class Lookup(torch.autograd.Function):
         wanted = ctx.needs_input_grad[6:]
         table_gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if call.numbers is not None:
-            if ctx.needs_input_grad[5] and update_is_wanted(call.numbers.hyper):
+            # Where weights need no gradient, a pass that comes here can only want the rows.
+            if ctx.needs_input_grad[5] and (weight_gradient is None or update_is_wanted(call.numbers.hyper)):
                 anchor_gradient = _train(call, call.numbers, batch, gradients)
         elif any(wanted):
             reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import kernel_of
-from embforge.launch.metadata import metadata_of, update_metadata_of
+from embforge.launch.metadata import Metadata, metadata_of, places_of, update_metadata_of
 
 DOUBLE_BACKWARD = (
     "the backward of an embforge lookup updates rows (or makes sparse gradients) and cannot itself be differentiated; "
@@ -25,6 +26,9 @@ ROWS_CHANGED = (
     "the gradient of per-sample weights needs the rows that the forward read, but another backward of this module has "
     "updated rows since; call the module once a backward pass, or use accumulate=True, which updates in step()"
 )
+
+
+_address = Tensor.data_ptr  # named once, because a backward asks every table
 
 
 class Programs(NamedTuple):
@@ -54,22 +58,51 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """Whose rows a call reads and trains."""
+    """The rows that a call reads and trains, with what kernels know of them.
+
+    It describes the tables as they lay when it was made, so a module keeps one from call to call until they move.
+    """
 
     tables: Sequence[Tensor]
     states: Sequence[Tensor]
     trainable: Sequence[bool]
     bounds_check: str
 
-    def update_metadata(self) -> Any:
-        return update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
+    @cached_property
+    def places(self) -> list[int]:
+        """Where the tables lie, and how large they are."""
+        return places_of(self.tables)
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What a forward is told of the tables."""
+        return metadata_of(self.tables, self.bounds_check)
+
+    def update_metadata(self) -> Metadata:
+        """What a backward is told of them. It may run long after its forward, so it looks where they lie now."""
+        addresses, made = self._update_metadata
+        if addresses != self._addresses():
+            made = update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
+        return made
+
+    @cached_property
+    def _update_metadata(self) -> tuple[list[int], Metadata]:
+        made = update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
+        return self._addresses(), made
+
+    def _addresses(self) -> list[int]:
+        return [*map(_address, self.tables), *map(_address, self.states)]
+
+    @cached_property
+    def trained(self) -> list[Tensor]:
+        """The tables that an update changes."""
+        return [table for table, trained in zip(self.tables, self.trainable, strict=True) if trained]
 
 
 def run_forward(program: str, storage: Storage, batch: Batch, sequence_elements: int) -> Kept:
     """A training forward, by whichever kernel."""
     kernel = kernel_of(program)
-    metadata = metadata_of(storage.tables, storage.bounds_check)
-    found = kernel(metadata, storage.tables, batch, sequence_elements, storage.bounds_check)
+    found = kernel(storage.metadata, storage.tables, batch, sequence_elements, storage.bounds_check)
     pooled, sequence, divisors, winners = found if len(found) == len(Kept._fields) else (*found, None, None)
     return Kept(pooled, sequence, divisors, winners)
 
@@ -90,8 +123,7 @@ def run_update(
         storage.bounds_check,
     )
     # Whoever saved a row for a backward must know.
-    changed = [table for table, trained in zip(storage.tables, storage.trainable, strict=True) if trained]
-    torch.autograd.graph.increment_version([*changed, counters])
+    torch.autograd.graph.increment_version([*storage.trained, counters])
     return verdict
 
 

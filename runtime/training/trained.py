@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.spec import CollectionSpec
+from embforge.launch.metadata import check_tables, places_of
 from embforge.storage.static import StaticTable
 from embforge.training.calls import Programs, Storage
 from embforge.training.facade import FusedOptimizer
@@ -25,6 +27,9 @@ class Trained(nn.Module, ABC):
     _facade: FusedOptimizer | None
     _bounds_check: str
     _programs: dict[torch.dtype, Programs]
+    _kept: Storage | None
+    """What the last call found of the tables."""
+    layout: CollectionLayout
 
     def optimizer_state(self, table: str) -> dict[str, Tensor]:
         """The live states of a fused optimizer, by name: `[rows, dim]` of elements, `[rows]` of rows."""
@@ -90,11 +95,22 @@ class Trained(nn.Module, ABC):
         return self
 
     def _storage(self, tables: list[Any]) -> Storage:
-        holders = list(self._tables().values())
+        """The tables as they are now; the last call's answer if nothing has changed, which saves most of its time."""
+        kept = self._kept
+        if kept is None or kept.trainable != self._trainable(tables) or kept.places != places_of(tables):
+            check_tables(self.layout, tables)
+            kept = self._kept = self._new_storage(tables)
+        return kept
+
+    def _new_storage(self, tables: list[Any]) -> Storage:
+        states = [table.section for table in self._tables().values()]
+        rows = tables if self._fused else [table.detach() for table in tables]
+        return Storage(rows, states, self._trainable(tables), self._bounds_check)
+
+    def _trainable(self, tables: list[Any]) -> list[bool]:
         if self._fused:
-            return Storage(tables, [t.section for t in holders], [t.trainable for t in holders], self._bounds_check)
-        trainable = [table.requires_grad for table in tables]
-        return Storage([t.detach() for t in tables], [t.section for t in holders], trainable, self._bounds_check)
+            return [table.trainable for table in self._tables().values()]
+        return [table.requires_grad for table in tables]
 
     def _want_gradients(self, tables: list[Any], weights: Tensor | None) -> bool:
         if weights is not None and weights.requires_grad:

@@ -12,7 +12,7 @@ PEERS  := $(VENV)/.peers
 GOLDEN_SPECS := dlrm llm_vocab mixed
 GOLDEN_TRAINED := dlrm:rowwise_adagrad llm_vocab:adam mixed:sgd+l2
 
-.PHONY: help setup demo test soak bench oracle lanes lint format typing golden wheel lock clean
+.PHONY: help setup demo test soak bench oracle lanes lint format golden wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,7 +40,7 @@ oracle: $(READY) ## ten runs of the tuner beside spaces that were measured whole
 lanes: $(READY) ## what the lanes of a GPU would do, counted by the emulated one; rewrites docs/emulated_gpu.md
 	$(RUN)python -m benchmarks.lanes --write
 
-lint: $(READY) typing ## ruff, format, types
+lint: $(READY) ## ruff, format, types
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
@@ -68,7 +68,7 @@ lock: $(READY) ## write what .venv holds into requirements.lock (after a pip ins
 	    -e "s/^((cuda|nvidia)-.*)$$/\1; sys_platform != 'darwin'/" > requirements.lock
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: its wheels pin CUDA packages of their own. The lock is complete, so nothing after it
 # is resolved (--no-deps) and nothing can pull another torch.
@@ -86,10 +86,3 @@ $(READY): requirements.lock pyproject.toml
 $(PEERS): requirements-peers.lock $(READY)
 	$(PIP) install --no-deps -r requirements-peers.lock
 	touch $@
-
-# mypy does not follow an editable install's mapping of folders to packages: show it the tree that a wheel would install.
-typing:
-	rm -rf .typing
-	mkdir -p .typing/embforge
-	ln -s $(addprefix ../../,$(wildcard runtime/*)) ../../codegen ../../templates ../../tuner .typing/embforge/
-	ln -s ../../examples/specs ../../examples/topologies .typing/embforge/

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "codegen", "examples", "runtime", "templates", "tuner")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "codegen", "examples", "runtime", "src", "templates", "tuner")
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
@@ -29,7 +29,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=left_out)
         else:
             shutil.copy(ROOT / name, source / name)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source)
@@ -52,6 +53,13 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
             assert f"embforge/{package}{path.relative_to(ROOT / folder)}" in names
     assert {name.split("/")[0] for name in names if not name.startswith("embforge-")} == {"embforge"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_a_clone_named_embforge_does_not_hide_the_package_from_a_script_beside_it(tmp_path: Path) -> None:
+    """Python looks in the script's own directory first, where the clone's folder could pass for a namespace package."""
+    (tmp_path / "embforge").symlink_to(ROOT)
+    (tmp_path / "script.py").write_text("import embforge, embforge.tuner\nprint(embforge.TableSpec('t', 2, 4).name)\n")
+    assert run(sys.executable, "script.py", cwd=tmp_path) == "t\n"
 
 
 @pytest.fixture(scope="module")

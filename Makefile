@@ -12,13 +12,17 @@ PEERS  := $(VENV)/.peers
 GOLDEN_SPECS := dlrm llm_vocab mixed
 GOLDEN_TRAINED := dlrm:rowwise_adagrad llm_vocab:adam mixed:sgd+l2
 
-.PHONY: help setup demo test soak bench oracle lanes lint format golden wheel lock clean
+.PHONY: help setup shell demo test soak bench oracle lanes lint format golden wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(READY) ## .venv from the lock, embforge editable in it
+
+shell: $(READY) ## a shell in which `python` and `embforge` are those of .venv
+	@echo 'python and embforge are those of $(VENV); `exit` leaves this shell'
+	@VIRTUAL_ENV='$(abspath $(VENV))' PATH="$(abspath $(VENV))/bin:$$PATH" "$${SHELL:-/bin/sh}"
 
 demo: $(READY) ## everything once: kernels for this CPU and eight GPU generations, checked and timed (3 minutes)
 	$(RUN)embforge demo

@@ -154,6 +154,24 @@ def test_readme_examples_run_as_they_stand() -> None:
     run(sys.executable, "-c", "\n".join(examples))
 
 
+def test_make_shell_opens_a_shell_with_the_environment_active(tmp_path: Path) -> None:
+    """In an environment that make takes for a finished one, so that nothing is installed here."""
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    make = ("make", "--silent", f"VENV={venv}", f"PYTHON={sys.executable}")
+    Path(run(*make, "--eval=stamp: ; @echo $(READY)", "stamp", cwd=ROOT).strip()).touch()
+    asked = subprocess.run(
+        [*make, "shell"],
+        cwd=ROOT,
+        input="command -v python; echo $VIRTUAL_ENV",
+        env={**os.environ, "SHELL": "/bin/sh"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert asked.stdout.splitlines()[-2:] == [f"{venv}/bin/python", str(venv)]
+
+
 SKIPPING = """
 import pytest
 def test_allowed(): pytest.skip("no GPU on this machine")

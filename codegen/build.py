@@ -13,6 +13,7 @@ from typing import Any
 
 from embforge.codegen import cache, manifest
 from embforge.codegen.errors import MissingKernelError, ToolchainError
+from embforge.codegen.machine import switched_on
 from embforge.codegen.plan import PLAN_SCHEMA, Plan
 from embforge.codegen.render import render
 from embforge.codegen.targets import Target, target_named
@@ -37,7 +38,14 @@ def source_of(plan: Plan) -> str:
     return render(source.template, source.facts(plan))
 
 
-def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False, ahead_of_time: bool = False) -> Built:
+def build(
+    plan: Plan,
+    *,
+    kernels: Path | None = None,
+    resources: bool = False,
+    ahead_of_time: bool = False,
+    on_compile: Callable[[str], None] | None = None,
+) -> Built:
     """The plan's kernel: from `kernels` (or `EMBFORGE_KERNELS`), else the cache, else compiled.
 
     `MissingKernelError` if it would have to be compiled and `EMBFORGE_JIT=0`, or if the given directory holds a
@@ -45,6 +53,8 @@ def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False, a
 
     `ahead_of_time` is for `embforge gen`, the remedy those errors name: it reads neither variable, so that a stale
     directory or a forbidden compiler cannot keep it from making the kernel.
+
+    `on_compile` is told the plan's URI if the kernel is in no cache, just before the compiler is started.
     """
     target, source = target_named(plan.target), source_of(plan)
     directory = kernels or (None if ahead_of_time else directory_from_environment())
@@ -52,7 +62,7 @@ def build(plan: Plan, *, kernels: Path | None = None, resources: bool = False, a
         figures = record["symbols"] if resources else []
         return Built(plan, directory / record["source"], directory / record["binary"], figures, cached=True)
     if ahead_of_time or jit_allowed():
-        entry, cached = cache.fetch(_recipe(plan, target, source))
+        entry, cached = cache.fetch(_recipe(plan, target, source, on_compile))
     else:
         entry, cached = _cached_or_refuse(plan, target, source, directory), True
     return Built(plan, entry.source, entry.binary, _resources(plan, target, entry) if resources else [], cached)
@@ -70,7 +80,7 @@ def locate(plan: Plan, *, kernels: Path | None = None) -> Path | None:
 
 def jit_allowed() -> bool:
     """Whether a missing kernel may be compiled: not if `EMBFORGE_JIT` is 0, false, no or off."""
-    return os.environ.get("EMBFORGE_JIT", "1").strip().lower() not in ("0", "false", "no", "off")
+    return switched_on("EMBFORGE_JIT", default=True)
 
 
 def build_many(
@@ -101,7 +111,12 @@ def build_many(
     return [future.result() for future in futures]
 
 
-def _recipe(plan: Plan, target: Target, source: str) -> cache.Recipe:
+def _recipe(plan: Plan, target: Target, source: str, on_compile: Callable[[str], None] | None = None) -> cache.Recipe:
+    def compile_plan(path: Path) -> bytes:
+        if on_compile is not None:
+            on_compile(plan.uri)
+        return target.compile(plan, path)
+
     fields = {f"target.{label}": value for label, value in target.fingerprint(plan).items()}
     fields |= {"cache_schema": cache.CACHE_SCHEMA, "plan_schema": str(PLAN_SCHEMA), "source": source}
     return cache.Recipe(
@@ -110,7 +125,7 @@ def _recipe(plan: Plan, target: Target, source: str) -> cache.Recipe:
         source=source,
         source_suffix=target.source_suffix,
         binary_suffix=target.binary_suffix,
-        compile=lambda path: target.compile(plan, path),
+        compile=compile_plan,
     )
 
 

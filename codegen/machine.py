@@ -1,4 +1,4 @@
-"""Facts about the machine at hand: its instruction set, its C++ compiler, its packages. Never imports torch or cuda."""
+"""Facts about the machine at hand: instruction set, C++ compiler, packages, switches. Never imports torch or cuda."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ class Compiler:
     """First line of `--version`: part of every CPU kernel's key, where a path would say nothing."""
     command: tuple[str, ...]
     """What to run: the path, then the further words of a CXX like `ccache g++`."""
+
+
+def switched_on(variable: str, *, default: bool) -> bool:
+    """Whether an environment variable says yes: 0, false, no and off are no, anything else is yes."""
+    value = os.environ.get(variable, "").strip().lower()
+    return value not in ("0", "false", "no", "off") if value else default
 
 
 def host_isa() -> str:

@@ -23,6 +23,7 @@ from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import Source, Target
+from embforge.launch.building import build_here
 
 
 def plan_of(dim: int = 4, **params: Any) -> Plan:
@@ -65,6 +66,20 @@ def test_compiled_once_then_from_the_cache(fresh_cache: Path, compiled: list[str
     assert first.binary == second.binary and first.binary.read_bytes() == b"binary of one source for all plans"
     assert first.source.parent == first.binary.parent
     assert first.resources == []
+
+
+def test_a_compilation_is_said_on_stderr_once_and_on_request_not_at_all(
+    fresh_cache: Path, compiled: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not build_here(plan_of(), None).cached
+    assert capsys.readouterr() == (
+        "",
+        f"embforge: compiling {plan_of().uri} (takes seconds, once: the cache keeps it) ...\n",
+    )
+    assert build_here(plan_of(), None).cached
+    monkeypatch.setenv("EMBFORGE_QUIET", "1")
+    assert not build_here(plan_of(5), None).cached
+    assert capsys.readouterr() == ("", "")
 
 
 def test_fingerprint_decides_the_key(fresh_cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

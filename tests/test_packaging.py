@@ -18,10 +18,14 @@ ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "codegen", "examples", "runtime", "src", "templates", "tuner")
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
+def finished(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     answer = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, f"{command}\n{answer.stdout}\n{answer.stderr}"
-    return answer.stdout
+    return answer
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    return finished(*command, cwd=cwd).stdout
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +106,9 @@ assert torch.equal(simt(ids, offsets), truth(ids, offsets))
 
 
 def test_simt_works_from_the_wheel(venv: Path, tmp_path: Path, fresh_cache: Path) -> None:
-    """A new cache: the executor and an image are compiled from the headers that the wheel holds."""
-    run(venv / "bin" / "python", "-c", LOOKUP_ON_SIMT, cwd=tmp_path)
+    """A new cache: the executor and an image are compiled from the headers that the wheel holds, which stderr says."""
+    answer = finished(venv / "bin" / "python", "-c", LOOKUP_ON_SIMT, cwd=tmp_path)
+    assert answer.stderr.count("embforge: compiling forward_simt") == answer.stderr.count("\n") == 1
     assert len(list(fresh_cache.rglob("kernel.so"))) == len(list(fresh_cache.rglob("simt_runtime/*/kernel.o"))) == 1
 
 

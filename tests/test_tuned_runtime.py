@@ -61,7 +61,11 @@ def test_a_fresh_process_uses_what_is_stored_and_computes_the_same_bits(tmp_path
 
     def fresh() -> tuple[str, str]:
         answer = subprocess.run(
-            [sys.executable, "-c", FRESH, str(spec)], capture_output=True, text=True, check=True, env={**os.environ}
+            [sys.executable, "-c", FRESH, str(spec)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "EMBFORGE_QUIET": "1"},
         )
         bits, _, explained = answer.stdout.partition("\n")
         assert answer.stderr == ""

@@ -29,6 +29,7 @@ SETTINGS = (
     "EMBFORGE_STUDIES",
     "EMBFORGE_KERNELS",
     "EMBFORGE_JIT",
+    "EMBFORGE_QUIET",
     "CXX",
 )
 

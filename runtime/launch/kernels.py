@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from embforge.codegen.build import build
 from embforge.codegen.plan import Plan
 from embforge.inputs import Batch
+from embforge.launch.building import build_here
 from embforge.launch.gradients import TrainResult
 from embforge.launch.metadata import Metadata
 
@@ -115,5 +114,5 @@ def load_kernel(program: str) -> Any:
     kind = getattr(import_module(f"embforge.launch.{module}"), name)
     if plan.target == "reference":
         return kind(plan)
-    built = build(plan, kernels=Path(parsed.kernels) if parsed.kernels else None)
+    built = build_here(plan, parsed.kernels)
     return kind(plan, built.binary.read_bytes() if plan.target == "cuda" else built.binary)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, get_num_threads
 
-from embforge.codegen.build import build
 from embforge.codegen.stages import STAGES, StagePlan, stage_arguments
+from embforge.launch.building import build_here
 from embforge.launch.cpu import torch_parallel_for
 
 Value = Tensor | int | None
@@ -85,5 +85,5 @@ def _load(plan: StagePlan, kernels: str | None) -> Stages:
     kind = getattr(import_module(f"embforge.launch.{module}"), name)
     if plan.target == "reference":
         return kind(plan)  # type: ignore[no-any-return]
-    built = build(plan, kernels=Path(kernels) if kernels else None)  # type: ignore[arg-type]
+    built = build_here(plan, kernels)
     return kind(plan, built.binary.read_bytes() if plan.target == "cuda" else built.binary)  # type: ignore[no-any-return]

@@ -36,7 +36,9 @@ def embedding_bag(
     `weight` raises IndexError; on a GPU, where nobody waits, it is a device-side assertion, as torch's. `sparse=True`
     gives a coalesced gradient, for mode 'max' too. Of a weight of fp64, or whose rows do not lie as kernels need them
     (rows of a size that no good alignment divides, strided ones), torch computes the bags. `scale_grad_by_freq` is
-    refused, and so are second derivatives.
+    refused, and so are second derivatives. With `include_last_offset`, ids after the end of the last bag are in no bag,
+    as torch documents; its own kernels do so for some dtypes only, and then give those ids arbitrary gradients. On a
+    GPU such ids are refused, because to find them is to wait for the device.
     """
     values, borders, factors = _flat(input, weight, offsets, mode, per_sample_weights, include_last_offset)
     if scale_grad_by_freq:
@@ -54,51 +56,58 @@ def embedding_bag(
         return F.embedding_bag(values, weight, borders, None, 2, False, mode, sparse, factors, True, padding)
     if padding is not None:  # ids that are no row are absent: no kernel needs to know which one pads
         values = values.masked_fill(values == padding, -1)
-    return _Bags.apply(_Call(texts, program, values, borders, sparse), weight, factors)  # type: ignore[no-any-return, no-untyped-call]
+    return _Bags.apply(_Call(texts, program, sparse), values, borders, weight, factors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call in its one form: `values` and `borders` (one more than bags) int64, 1-D and contiguous."""
+    """What a call asks for, beside its tensors."""
 
     texts: Texts
     program: str
     """The one of them that the forward runs."""
-    values: Tensor
-    borders: Tensor
     sparse: bool
 
-    def batch(self, factors: Tensor | None) -> Batch:
-        numbers = None if factors is None else factors.detach().float().contiguous()
-        return Batch(self.values, self.borders, numbers, self.borders.numel() - 1, None)
+
+def _batch(values: Tensor, borders: Tensor, factors: Tensor | None) -> Batch:
+    numbers = None if factors is None else factors.detach().float().contiguous()
+    return Batch(values, borders, numbers, borders.numel() - 1, None)
 
 
 class _Bags(torch.autograd.Function):
-    """`apply(call, weight, per-sample weights)`."""
+    """`apply(call, values, borders, weight, per-sample weights)`.
+
+    `values` and `borders` (one more than bags) are int64, 1-D and contiguous.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, weight: Tensor, factors: Tensor | None) -> Tensor:
-        kept = run_forward(call.program, _storage(weight), call.batch(factors), 0)
+    def forward(
+        ctx: Any, call: _Call, values: Tensor, borders: Tensor, weight: Tensor, factors: Tensor | None
+    ) -> Tensor:
+        kept = run_forward(call.program, _storage(weight), _batch(values, borders, factors), 0)
         ctx.call, ctx.weight = call, weight.detach()
-        # The gradient of per-sample weights needs rows as they are now: then torch sees to it that nobody changes them.
-        ctx.save_for_backward(None if factors is None else weight, factors, kept.divisors, kept.winners)
+        # What is saved may not change until the backward: torch raises. Rows only count where per-sample weights do,
+        # whose gradient needs them as they are now.
+        ctx.save_for_backward(
+            values, borders, None if factors is None else weight, factors, kept.divisors, kept.winners
+        )
         return kept.pooled
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor | None, Tensor | None]:
         refuse_double_backward()
         call: _Call = ctx.call
         weight = ctx.weight
-        _, factors, divisors, winners = ctx.saved_tensors
-        storage, batch = _storage(weight), call.batch(factors)
+        values, borders, _, factors, divisors, winners = ctx.saved_tensors
+        storage, batch = _storage(weight), _batch(values, borders, factors)
         gradients = Gradients(gradient.contiguous(), None, divisors, winners)
         of_weight = of_factors = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[3]:
             ((rows, found),) = run_reduce(call.texts.reduce, storage, batch, gradients)
             of_weight = _spread(rows, found.to(weight.dtype), weight, call.sparse)
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[4]:
             of_factors = run_weight_gradient(call.texts.weight_gradient, storage, batch, gradients).to(factors.dtype)
-        return None, of_weight, of_factors
+        return None, None, None, of_weight, of_factors
 
 
 def _storage(weight: Tensor) -> Storage:
@@ -146,8 +155,13 @@ def _flat(
         given = "None" if offsets is None else f"shape {tuple(offsets.shape)}"
         raise ValueError(f"offsets: {given}; a 1-D input needs 1-D offsets, include_last_offset=True at least one")
     check_ids("offsets", offsets)
-    borders = _ids(offsets)
-    return _ids(input), borders if include_last else F.pad(borders, (0, 1), value=input.numel()), factors
+    values, borders = _ids(input), _ids(offsets)
+    if not include_last:
+        return values, F.pad(borders, (0, 1), value=input.numel()), factors
+    end = int(borders[-1]) if borders.is_cpu else values.numel()
+    if 0 <= end < values.numel():  # what follows is in no bag
+        values, factors = values[:end], None if factors is None else factors[:end]
+    return values, borders, factors
 
 
 def _ids(tensor: Tensor) -> Tensor:

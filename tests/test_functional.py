@@ -258,6 +258,41 @@ def test_a_weight_may_change_between_forward_and_backward() -> None:
         found.sum().backward()
 
 
+@pytest.mark.parametrize("changed", ["ids", "offsets"])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_a_batch_that_changes_before_the_backward_is_refused(changed: str, padding_idx: int | None) -> None:
+    batch = {"ids": torch.tensor([1, 2, 3]), "offsets": torch.tensor([0, 2, 3])}
+    weight = table(7).requires_grad_()
+    found = embedding_bag(
+        batch["ids"], weight, batch["offsets"], mode="sum", include_last_offset=True, padding_idx=padding_idx
+    )
+    batch[changed][1] = 1
+    if changed == "ids" and padding_idx is not None:  # those are a copy
+        found.sum().backward()
+        assert weight.grad is not None and weight.grad[:, 0].tolist() == [0, 1, 1, 0, 0, 0, 0]
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ids_after_the_last_bag_are_in_none(mode: str, dtype: torch.dtype) -> None:
+    """As torch documents: its own kernels do so for some dtypes only, hence it gets no such ids here."""
+    ids, offsets = torch.tensor([1, 2, 3, 4, -5, 99]), torch.tensor([0, 2, 4])
+    results, gradients = [], []
+    for function, end in ((embedding_bag, 6), (F.embedding_bag, 4)):
+        weight, factors = table(7, dtype).requires_grad_(), torch.full((6,), 2.0, dtype=dtype, requires_grad=True)
+        weights = factors[:end] if mode == "weighted" else None
+        kind = "sum" if mode == "weighted" else mode
+        found = function(ids[:end], weight, offsets, mode=kind, per_sample_weights=weights, include_last_offset=True)
+        found.sum().backward()
+        results.append(found)
+        gradients.append((weight.grad, factors.grad))
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*gradients)
+
+
 def test_what_bags_refuse() -> None:
     weight, ids, offsets = table(7), torch.tensor([1, 2]), torch.tensor([0])
     for error, message, arguments in (

@@ -102,17 +102,26 @@ def checked_gradients(
     _check_tensor("winners", winners, (size, layout.winner_width) if layout.winner_width else (0,), batch.values.dtype)
     if sequence.dtype != dtype or sequence.dim() != 1 or not sequence.is_contiguous():
         raise ValueError(f"grad_sequence: {sequence.dtype} {tuple(sequence.shape)}; allowed: contiguous 1-D {dtype}")
-    if layout.sequence_features and batch.offsets.is_cpu and size:
-        borders = batch.offsets[::size].tolist()
-        elements = sum((borders[f.index + 1] - borders[f.index]) * f.dim for f in layout.sequence_features)
-        if sequence.numel() != elements and elements >= 0:
-            raise ValueError(f"grad_sequence: {sequence.numel()} numbers; offsets say {elements}")
+    check_sequence_gradient(layout, batch, sequence)
     return Gradients(
         pooled,
         sequence if layout.sequence_features else None,
         divisors if layout.divisor_width else None,
         winners if layout.winner_width else None,
     )
+
+
+def check_sequence_gradient(layout: CollectionLayout, batch: Batch, sequence: Tensor) -> None:
+    """A kernel reads as many gradients of rows as offsets say, which may have changed since the forward."""
+    if not layout.sequence_features or not batch.offsets.is_cpu or batch.batch == 0:
+        return  # a look at a GPU's offsets would wait for it
+    borders = batch.offsets[:: batch.batch].tolist()
+    elements = sum((borders[f.index + 1] - borders[f.index]) * f.dim for f in layout.sequence_features)
+    if sequence.numel() != elements and elements >= 0:
+        raise ValueError(
+            f"grad_sequence: {sequence.numel()} numbers; offsets say {elements}; was the batch changed between forward "
+            "and backward?"
+        )
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

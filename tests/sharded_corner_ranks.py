@@ -151,6 +151,21 @@ def weights_after_rows_have_changed(rank: int, size: int) -> str:
     return ""
 
 
+def a_batch_that_changes_before_the_backward(rank: int, size: int) -> list[str]:
+    """What is said of ids and of offsets."""
+    found = []
+    for changed in (0, 1):
+        module = made(spec_of("none"), {"a": RowWise()})
+        batch = torch.tensor([0, 1]), offsets(1, 1)
+        rows = module.forward_dict(*batch)["f"]
+        batch[changed][1] = 0
+        try:
+            rows.sum().backward()
+        except RuntimeError as error:  # on every rank, so that none waits
+            found.append(str(error))
+    return found
+
+
 def recomputed_forwards(rank: int, size: int) -> str:
     module = made(spec_of(), {"a": RowWise()})
     batch = torch.tensor([0]), offsets(1)
@@ -274,6 +289,7 @@ WORKS = (
     a_spoilt_pass_among_accumulated_ones,
     gradients_of_weights_are_not_averaged,
     weights_after_rows_have_changed,
+    a_batch_that_changes_before_the_backward,
     recomputed_forwards,
     calls_between_prefetched_batches,
     a_batch_of_another_module,

@@ -44,6 +44,11 @@ def test_rows_that_changed_are_not_used(found: list[dict[str, Any]]) -> None:
     assert all("recomputed forward" in text for text in of(found, corners.recomputed_forwards))
 
 
+def test_a_batch_that_changes_before_the_backward_is_refused(found: list[dict[str, Any]]) -> None:
+    for texts in of(found, corners.a_batch_that_changes_before_the_backward):
+        assert len(texts) == 2 and all("modified by an inplace operation" in text for text in texts)
+
+
 def test_calls_between_prefetched_batches(found: list[dict[str, Any]]) -> None:
     assert of(found, corners.calls_between_prefetched_batches) == [40] * len(found)
 

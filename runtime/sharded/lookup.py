@@ -24,13 +24,16 @@ class ShardedLookup(torch.autograd.Function):
         keep = done.wants("trains")
         pooled, sequences, kept = run_forward(module, done, keep)
         ctx.module, ctx.done, ctx.kept = module, done, kept
-        ctx.save_for_backward(*([pooled] if keep and done.wants("weight_gradient") else []))
+        # The batch too: torch raises if it has changed when the backward reads it again.
+        pools = [pooled] if keep and done.wants("weight_gradient") else []
+        ctx.save_for_backward(done.given.values, done.given.offsets, *pools)
         return pooled, *sequences
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *grad_sequences: Tensor | None) -> Any:
         refuse_double_backward()
-        verdict, weight_gradient = run_backward(ctx.module, ctx.done, ctx.kept, grad, grad_sequences, ctx.saved_tensors)
+        pools = ctx.saved_tensors[2:]
+        verdict, weight_gradient = run_backward(ctx.module, ctx.done, ctx.kept, grad, grad_sequences, pools)
         return None, None, weight_gradient if ctx.needs_input_grad[2] else None, verdict
 
 

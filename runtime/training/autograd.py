@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from embforge.arguments import check_sequence_gradient
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
+from embforge.launch.kernels import kernel_of
 from embforge.storage.static import NO_FP8_GRADIENT, note_made
 from embforge.training.calls import (
     ROWS_CHANGED,
@@ -83,6 +85,8 @@ class Lookup(torch.autograd.Function):
         values, offsets, weights, divisors, winners = ctx.saved_tensors
         batch = Batch(values, offsets, weights, ctx.size, None)
         sequence = None if grad_sequence is None else grad_sequence.contiguous()
+        if sequence is not None:
+            check_sequence_gradient(kernel_of(call.programs.train).plan.layout, batch, sequence)
         gradients = Gradients(grad_pooled.contiguous(), sequence, divisors, winners)
         weight_gradient = anchor_gradient = None
         if ctx.needs_input_grad[4]:

@@ -12,6 +12,7 @@ from conformance.backends import device_of
 from conformance.training import (
     ONE,
     SPEC,
+    WITH_ROWS,
     differing,
     draw,
     nothing_changes,
@@ -190,3 +191,16 @@ def test_gradients_that_come_during_a_step_wait_for_the_next(monkeypatch: pytest
         thread.join()
     module.step()
     assert len(threads) == 2 and module.weight("t")[3].tolist() == [-3.0] * 5
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("more", [{}, {"accumulate": True}, {"optimizer": None}])
+def test_offsets_that_grow_out_of_sight_are_refused(backend: str, more: dict[str, Any]) -> None:
+    """numpy changes a tensor without its version: the backward compares what it reads with what it was given."""
+    module = trained(backend, WITH_ROWS, **more)
+    values, offsets, weights = torch.arange(8), torch.arange(9), torch.ones(8)
+    rows = module.forward_dict(values, offsets, weights)["s"]
+    offsets.numpy()[6:8] = 0
+    offsets.numpy()[1:6] = 0
+    with pytest.raises(ValueError, match=r"grad_sequence: 30 numbers; offsets say 120; was the batch changed"):
+        rows.sum().backward()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from embforge.collection import EmbeddingCollection as EmbeddingCollection
     from embforge.explanation import explain as explain
     from embforge.jagged import Jagged as Jagged
+    from embforge.jagged import collate as collate
     from embforge.recording import record as record
 
     __version__: str
@@ -56,6 +57,7 @@ _HOME = {
     "TableSpec": "embforge.codegen.spec",
     "ToolchainError": "embforge.codegen.errors",
     "WorkloadError": "embforge.codegen.errors",
+    "collate": "embforge.jagged",
     "explain": "embforge.explanation",
     "record": "embforge.recording",
 }

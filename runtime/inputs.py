@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.spec import CollectionSpec
-from embforge.input_forms import Parts, flat_lengths, from_dense, from_mapping, offsets_of, padded_to_jagged
+from embforge.input_forms import (
+    Parts,
+    as_tensor,
+    flat_lengths,
+    from_dense,
+    from_dense_with_lengths,
+    from_mapping,
+    offsets_of,
+)
 from embforge.jagged import Jagged
 
 BoundsCheck = Literal["error", "zero", "unchecked"]
@@ -157,27 +165,24 @@ def _check_rows(spec: CollectionSpec, rows: tuple[int, ...], values: Tensor, off
 
 def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: Any, weights: Any, lengths: Any) -> Parts:
     """Tensors out of whatever carries them. What comes with its own borders takes none beside it."""
-    if isinstance(values, Tensor) and not values.is_nested and (values.dim() == 1 or offsets is not None):
+    values, offsets, weights, lengths = map(as_tensor, (values, offsets, weights, lengths))
+    features = len(spec.features)
+    if isinstance(values, Tensor) and not values.is_nested:
+        if values.dim() > 1 and offsets is None:
+            if lengths is None:
+                return from_dense(values, weights, features)
+            return from_dense_with_lengths(values, weights, lengths, features)
         if (offsets is None) == (lengths is None):
             given = "neither" if offsets is None else "both"
             raise ValueError(f"offsets, lengths: {given} given; give exactly one of them")
         return Parts(values, offsets, weights, lengths)
-    if isinstance(values, Tensor) and not values.is_nested:
-        return _from_padded(len(spec.features), values, weights, lengths)
-    if isinstance(values, Mapping):
-        parts = from_mapping(values, [f.name for f in spec.features], device)
-    elif isinstance(values, Jagged):
-        parts = Parts(values.values, values.offsets, values.weights, values.lengths, values.rows_per_feature)
-    elif isinstance(values, Tensor):
-        parts = _from_nested(values)
-    elif all(hasattr(values, name) for name in ("keys", "values", "lengths", "weights_or_none")):
-        parts = _from_keyed(spec, values)
-    else:
-        raise TypeError(
-            f"values: got {type(values).__name__}; allowed: a tensor of ids, a mapping of feature to ids, "
-            "embforge.Jagged, a nested tensor of layout torch.jagged, a KeyedJaggedTensor"
-        )
     kind = type(values).__name__
+    if isinstance(values, Mapping):
+        if weights is not None and not isinstance(weights, Mapping):
+            raise ValueError(f"weights: given beside a {kind}; give a mapping of feature to weights")
+        parts, weights = from_mapping(values, [f.name for f in spec.features], device, weights), None
+    else:
+        parts = _carried(spec, values)
     if offsets is not None or lengths is not None:
         name = "lengths" if offsets is None else "offsets"
         raise ValueError(f"{name}: given beside a {kind}, which has its own; leave it out")
@@ -190,21 +195,23 @@ def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: An
     return parts._replace(weights=_from_nested(weights).values if getattr(weights, "is_nested", False) else weights)
 
 
-def _from_padded(features: int, values: Tensor, weights: Any, lengths: Any) -> Parts:
-    parts = from_dense(values, weights, features)
-    if lengths is None:
-        return parts
-    lengths = flat_lengths(lengths, features)
-    if values.dim() != 3 or not isinstance(lengths, Tensor) or lengths.numel() != features * values.shape[0]:
-        raise ValueError(
-            f"lengths: do not fit values of shape {tuple(values.shape)}; padded values [batch, features, ids] take "
-            f"lengths [features, batch] = [{features}, {values.shape[0]}]"
-        )
-    shape = (features, values.shape[0], values.shape[2])
-    counted = lengths.view(shape[:2])
-    if isinstance(parts.weights, Tensor):
-        weights = padded_to_jagged(parts.weights.view(shape), counted)
-    return Parts(padded_to_jagged(parts.values.view(shape), counted), None, weights, lengths)
+def _carried(spec: CollectionSpec, values: Any) -> Parts:
+    """What is in an object that carries a whole batch."""
+    if isinstance(values, Jagged):
+        if values.num_features not in (None, len(spec.features)):
+            raise ValueError(
+                f"values: a Jagged of {values.num_features} features for the {len(spec.features)} features of the spec"
+            )
+        return Parts(values.values, values.offsets, values.weights, values.lengths, values.rows_per_feature)
+    if isinstance(values, Tensor):
+        return _from_nested(values)
+    if all(hasattr(values, name) for name in ("keys", "values", "lengths", "weights_or_none")):
+        return _from_keyed(spec, values)
+    hint = "; see embforge.Jagged.from_lists" if isinstance(values, list | tuple) else ""
+    raise TypeError(
+        f"values: got {type(values).__name__}; allowed: a tensor or numpy array of ids, a mapping of feature to ids, "
+        f"embforge.Jagged, a nested tensor of layout torch.jagged, a KeyedJaggedTensor{hint}"
+    )
 
 
 def _from_nested(tensor: Any) -> Parts:

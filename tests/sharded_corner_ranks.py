@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import torch
 from ranks import GROUP_TIMEOUT
@@ -277,6 +279,23 @@ def timeouts(rank: int, size: int) -> bool:
     return bool(module._ranks.timeout == GROUP_TIMEOUT)
 
 
+def a_dropped_module(rank: int, size: int) -> list[bool]:
+    """Whether modules and their rows are freed at once, by plan."""
+    found = []
+    for kind in (RowWise(), DataParallel(), ColumnWise(2)):
+        module = made(spec_of(), {"a": kind}, ef.optim.RowwiseAdagrad(lr=0.1))
+        module(torch.tensor([0, 1]), offsets(1, 1)).sum().backward()
+        module.optimizer.step()
+        seen, rows = ref(module), [ref(shard) for part in module._modules_trained() for shard in part._blocks()]
+        gc.disable()
+        try:
+            del module
+            found.append(seen() is None and bool(rows) and not any(row() is not None for row in rows))
+        finally:
+            gc.enable()
+    return found
+
+
 def everything(rank: int, size: int) -> dict[str, Any]:
     """All of them that need no compiler, in one group."""
     return {work.__name__: work(rank, size) for work in WORKS}
@@ -298,4 +317,5 @@ WORKS = (
     all_tables_frozen,
     no_memory_on_one_rank,
     timeouts,
+    a_dropped_module,
 )

@@ -81,6 +81,10 @@ def test_groups_wait_as_long_as_the_given_one(found: list[dict[str, Any]]) -> No
     assert all(of(found, corners.timeouts))
 
 
+def test_a_module_is_freed_when_it_is_dropped(found: list[dict[str, Any]]) -> None:
+    assert of(found, corners.a_dropped_module) == [[True] * 3] * len(found)
+
+
 def test_hierarchical_gradients_in_two_bytes() -> None:
     for whole, *narrow in run_ranks(2, corners.hierarchical_gradients_in_two_bytes, "cpu"):
         assert all(whole == one for one in narrow)

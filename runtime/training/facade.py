@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +15,9 @@ from embforge.training.numbers import Numbers
 SCALER_UNKNOWN = (
     "scaler.step(module.optimizer): the module does not know this GradScaler, so its rows were updated from gradients "
     "of the scaled loss; call module.use_grad_scaler(scaler) before the first forward, and start from fresh rows"
+)
+MODULE_GONE = (
+    "module.optimizer: its module is gone, and its tables with it; keep the module as long as its optimizer is used"
 )
 
 
@@ -28,18 +32,27 @@ class Steps(Protocol):
 class FusedOptimizer(Optimizer):
     """Rows are updated by the backward pass. This object carries the hyperparameters, in `param_groups[0]`.
 
-    `step()` acts only if gradients accumulate, `zero_grad()` drops what has accumulated. Copies and pickles are those
-    of the module's copy: they hold the whole module, unless that is copied along with them.
+    `step()` acts only if gradients accumulate, `zero_grad()` drops what has accumulated. It does not keep its module
+    alive, so that tables are freed with the module that holds them. Copies and pickles are those of the module's copy:
+    they hold the whole module, unless that is copied along with them.
     """
 
     _step_supports_amp_scaling = True
     """Makes a GradScaler call `step()` always, and say so: rows look after what is not finite themselves."""
+    copied_module: Steps | None = None
+    """The module that a copy of an optimizer came with."""
 
     def __init__(self, module: Steps, numbers: Numbers, check: Callable[[str, Any], None], *, tensor_lr: bool) -> None:
         self._group = group = Group(numbers, check, tensor_lr=tensor_lr)
         super().__init__([group], {key: value for key, value in group.items() if key != "params"})
         self.param_groups = Groups(self.param_groups)
-        self._module, self._numbers = module, numbers
+        self._module, self._numbers = ref(module), numbers
+
+    def _owner(self) -> Steps:
+        module = self._module()
+        if module is None:
+            raise RuntimeError(MODULE_GONE)
+        return module
 
     def moved(self) -> None:
         """The numbers have gone to another device."""
@@ -51,16 +64,17 @@ class FusedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates rows from accumulated gradients; without accumulation the backward pass has done it already."""
         loss = closure() if closure is not None else None
-        if hasattr(self, "found_inf") and not self._module.has_grad_scaler():  # set by a GradScaler
+        module = self._owner()
+        if hasattr(self, "found_inf") and not module.has_grad_scaler():  # set by a GradScaler
             raise RuntimeError(SCALER_UNKNOWN)
-        self._module.step()
+        module.step()
         self._numbers.clear_verdict()  # the scaler has seen it; gradients would add up, and stay infinite for ever
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets accumulated gradients."""
         self._numbers.clear_verdict()
-        self._module.drop_gradients()
+        self._owner().drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the hyperparameters over. Rows and states are in the module's own state dict."""
@@ -78,12 +92,14 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def __reduce__(self) -> Any:
-        return _optimizer_of, (self._module,), self._group.added()
+        return _optimizer_of, (self._owner(),), self._group.added()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._group.update(state)
 
 
 def _optimizer_of(module: Any) -> FusedOptimizer:
+    """The optimizer of a copy, which may be all that holds the copied module."""
     optimizer: FusedOptimizer = module.optimizer
+    optimizer.copied_module = module
     return optimizer

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -165,3 +168,35 @@ def test_a_parameter_group_can_be_pickled() -> None:
     optimizer = trained().optimizer
     assert optimizer is not None
     assert pickle.loads(pickle.dumps(optimizer.param_groups[0]))["lr"] == 0.1
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_module_is_freed_when_it_is_dropped(accumulate: bool) -> None:
+    """Not when the garbage collector comes by: tables may take most of a machine's memory."""
+    module = trained(spec=ONE, accumulate=accumulate)
+    optimizer = module.optimizer
+    assert optimizer is not None
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    module(torch.arange(9), torch.tensor([0, 4, 9])).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    module.state_dict()
+    seen, rows = ref(module), ref(module.weight("t"))
+    gc.disable()
+    try:
+        del module
+        assert seen() is None and rows() is None
+    finally:
+        gc.enable()
+    for call in (optimizer.step, optimizer.zero_grad, lambda: copy.deepcopy(optimizer)):
+        with pytest.raises(RuntimeError, match="its module is gone"):
+            call()
+
+
+def test_a_copy_of_an_optimizer_holds_its_module() -> None:
+    module = trained(spec=ONE)
+    twin = copy.deepcopy(module.optimizer)
+    assert twin is not None and twin is not module.optimizer
+    gc.collect()
+    twin.step()
+    assert pickle.loads(pickle.dumps(twin)).param_groups[0]["lr"] == 0.1

@@ -27,16 +27,23 @@ def main() -> None:
 
 
 def measured(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds per call, one number per round. Rounds alternate, so that a disturbance hits all of them alike."""
+    """Microseconds per call, the median of each round: a mean would hold the times in which others had the CPU.
+
+    Rounds alternate, so that a disturbance hits all of them alike.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
-            begin = perf_counter()
-            for _ in range(CALLS):
-                call()
+            median = statistics.median(_seconds(call) for _ in range(CALLS))
             if number:  # the first round builds and loads kernels
-                times[name].append((perf_counter() - begin) / CALLS * 1e6)
+                times[name].append(median * 1e6)
     return times
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    begin = perf_counter()
+    call()
+    return perf_counter() - begin
 
 
 def forward_call() -> Callable[[], None]:

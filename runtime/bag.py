@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embforge.given import Texts, check_device, check_ids, forward_kernel, programs_for
 from embforge.inputs import Batch
-from embforge.launch.gradients import Gradients
+from embforge.launch.gradients import Gradients, readable
 from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce, run_weight_gradient
 
 MODES = ("sum", "mean", "max")
@@ -70,7 +70,7 @@ class _Call:
 
 
 def _batch(values: Tensor, borders: Tensor, factors: Tensor | None) -> Batch:
-    numbers = None if factors is None else factors.detach().float().contiguous()
+    numbers = None if factors is None else factors.detach().float().contiguous().resolve_neg()
     return Batch(values, borders, numbers, borders.numel() - 1, None)
 
 
@@ -100,7 +100,7 @@ class _Bags(torch.autograd.Function):
         weight = ctx.weight
         values, borders, _, factors, divisors, winners = ctx.saved_tensors
         storage, batch = _storage(weight), _batch(values, borders, factors)
-        gradients = Gradients(gradient.contiguous(), None, divisors, winners)
+        gradients = Gradients(readable(gradient), None, divisors, winners)
         of_weight = of_factors = None
         if ctx.needs_input_grad[3]:
             ((rows, found),) = run_reduce(call.texts.reduce, storage, batch, gradients)
@@ -165,7 +165,7 @@ def _flat(
 
 
 def _ids(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).to(torch.int64).contiguous()
+    return tensor.reshape(-1).to(torch.int64).contiguous().resolve_neg()
 
 
 def _padding_row(weight: Tensor, padding_idx: int | None) -> int | None:

@@ -22,7 +22,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
-from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise
+from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of, places_of
 from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
@@ -266,6 +266,7 @@ class EmbeddingCollection(Trained):
         if self._fused:
             self._trainer.note_forward()
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
+        batch = resolved(batch)
         ready = self._ready.get(values.dtype)
         if ready is None or ready[0] != places_of(tables):
             if values.is_meta:  # nothing to read

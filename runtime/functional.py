@@ -97,7 +97,7 @@ def _run_gather(ids: Tensor, weight: Tensor, factors: Tensor | None, dtype: torc
         return None
     # Made on the device: a copy would wait for it.
     borders = torch.arange(0, count + 1, count, dtype=torch.int64, device=ids.device)
-    batch = Batch(ids.contiguous(), borders, factors, 1, None)
+    batch = Batch(ids.contiguous().resolve_neg(), borders, factors, 1, None)
     _, rows = kernel(metadata_of([weight], "zero"), [weight], batch, count * weight.shape[1], "zero")
     assert rows is not None
     return rows.resize_(count, weight.shape[1])  # no view: of an operator's result, views cannot be written to
@@ -120,7 +120,7 @@ def _gather_bytes(ids: Tensor, weight: Tensor) -> Tensor:
 def _scaled_rows(ids: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     factors = _gather_by_torch(ids, scale[:, None])
     if not (factors.requires_grad or _must_be_seen(ids)):
-        found = _run_gather(ids, weight, factors.view(-1).float(), scale.dtype)
+        found = _run_gather(ids, weight, factors.view(-1).float().resolve_neg(), scale.dtype)
         if found is not None:
             return found
     return _gather_by_torch(ids, weight).to(scale.dtype) * factors

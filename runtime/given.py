@@ -42,6 +42,8 @@ def programs_for(weight: Tensor, dtype: torch.dtype, pooling: str, weighted: boo
     device = weight.device if weight.is_cuda else None
     texts = _texts(device, dim, names[0], names[1], pooling, weighted, rows > _ROW_LIMITS[0])
     lies = weight.stride() == (texts.stride, 1) or (rows == 1 and weight.stride(1) == 1)
+    if weight.is_neg():  # its memory holds other numbers, which torch negates when it reads them
+        return None
     return texts if lies and weight.data_ptr() % texts.alignment == 0 else None
 
 

@@ -84,6 +84,19 @@ def normalise(
     return _normalise_any(spec, device, _unpack(spec, device, values, offsets, weights, lengths))
 
 
+def resolved(batch: Batch) -> Batch:
+    """The batch with all numbers as memory holds them, for kernels that are called by pointer.
+
+    torch may negate a tensor lazily (`Tensor.is_neg`, as of the imaginary part of a conjugate): its memory then holds
+    other numbers. Calls of an operator need nothing: torch's dispatcher does the same for them.
+    """
+    values, offsets, weights, size, rows = batch
+    if values.is_neg() or offsets.is_neg() or (weights is not None and weights.is_neg()):
+        weights = None if weights is None else weights.resolve_neg()
+        return Batch(values.resolve_neg(), offsets.resolve_neg(), weights, size, rows)
+    return batch
+
+
 def _fits_as_it_is(weights: Tensor, values: Tensor) -> bool:
     return (
         type(weights) is Tensor

@@ -10,6 +10,12 @@ TrainResult = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """What a forward returns whose backward will come: pooled, sequence, divisors, winners, as below."""
 
 
+def readable(gradient: Tensor) -> Tensor:
+    """A gradient as a kernel may read it by pointer: contiguous, and not negated lazily (`Tensor.is_neg`)."""
+    gradient = gradient.contiguous()
+    return gradient.resolve_neg() if gradient.is_neg() else gradient
+
+
 class Gradients(NamedTuple):
     """One backward's input, contiguous, on the tables' device."""
 

@@ -71,10 +71,12 @@ def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:
         dtype = getattr(torch, DTYPES[spec.dtype].torch_name)
         strides = (placed.stride_elements, 1)
         lies = table.dim() == 2 and (table.stride() == strides or table.shape[0] == 1)
-        if table.dtype != dtype or not lies or table.shape[1] != spec.embedding_dim:
+        shape = (spec.num_embeddings, spec.embedding_dim)
+        if table.dtype != dtype or not lies or table.shape != shape or table.is_neg():
+            negated = ", lazily negated," if table.is_neg() else ""
             raise ValueError(
-                f"table {spec.name!r}: {table.dtype} {tuple(table.shape)} with strides {table.stride()} stands in its "
-                f"place; its kernel needs {dtype} rows of {spec.embedding_dim} with strides {strides}: "
+                f"table {spec.name!r}: {table.dtype} {tuple(table.shape)} with strides {table.stride()}{negated} "
+                f"stands in its place; its kernel needs {dtype} {shape} with strides {strides}: "
                 "copy into module.weight(name) instead of replacing it"
             )
 

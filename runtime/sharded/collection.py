@@ -22,7 +22,7 @@ from embforge.codegen.sharding.topology import Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.collection import BackendName, _backend, arch_of
-from embforge.inputs import BoundsCheck, normalise
+from embforge.inputs import BoundsCheck, normalise, resolved
 from embforge.sharded.agreement import agree, common_node_size, wrong_argument
 from embforge.sharded.comm import Exchange, Ranks
 from embforge.sharded.distribute import Distributed, Distributor
@@ -214,7 +214,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self.wait_for_ids()
         self._calls += 1
         try:
-            batch: Any = normalise(self.spec, self._device, values, offsets, weights, lengths)
+            batch: Any = resolved(normalise(self.spec, self._device, values, offsets, weights, lengths))
             self._load_kernels(batch.values.dtype, bool(self._flags(batch) & (FLAGS["trains"] | FLAGS["joined"])))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             batch = error

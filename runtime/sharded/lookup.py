@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.launch.gradients import Gradients
+from embforge.launch.gradients import Gradients, readable
 from embforge.sharded.distribute import Distributed
 from embforge.training.calls import refuse_double_backward
 
@@ -65,7 +65,8 @@ def run_backward(
     """Updates rows everywhere. The verdict (infinite: gradients were not finite, nothing was updated), and the
     gradient of
     the given weights, if any rank wants that."""
-    grad = grad.contiguous()
+    grad = readable(grad)
+    grad_sequences = tuple(None if one is None else readable(one) for one in grad_sequences)
     given = dict(zip(module.sequence_features, grad_sequences, strict=True))
     network, vectors, factor = module.network, module.vectors, module.gradient_factor
     if done.wants("weight_gradient"):

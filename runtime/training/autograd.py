@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embforge.arguments import check_sequence_gradient
 from embforge.inputs import Batch
-from embforge.launch.gradients import Gradients
+from embforge.launch.gradients import Gradients, readable
 from embforge.launch.kernels import kernel_of
 from embforge.storage.static import NO_FP8_GRADIENT, note_made
 from embforge.training.calls import (
@@ -84,10 +84,10 @@ class Lookup(torch.autograd.Function):
         call: Call = ctx.call
         values, offsets, weights, divisors, winners = ctx.saved_tensors
         batch = Batch(values, offsets, weights, ctx.size, None)
-        sequence = None if grad_sequence is None else grad_sequence.contiguous()
+        sequence = None if grad_sequence is None else readable(grad_sequence)
         if sequence is not None:
             check_sequence_gradient(kernel_of(call.programs.train).plan.layout, batch, sequence)
-        gradients = Gradients(grad_pooled.contiguous(), sequence, divisors, winners)
+        gradients = Gradients(readable(grad_pooled), sequence, divisors, winners)
         weight_gradient = anchor_gradient = None
         if ctx.needs_input_grad[4]:
             if ctx.versions != versions_of(call):

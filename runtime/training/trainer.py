@@ -14,7 +14,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.training import training_plans
-from embforge.inputs import Batch
+from embforge.inputs import Batch, resolved
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program
 from embforge.training import pending
@@ -98,6 +98,7 @@ class Trainer:
         """A lookup that autograd records."""
         self.note_forward()
         self.take_scale()
+        batch = resolved(batch)
         sink = self._take if self.accumulate else None
         call = Call(programs, storage, holders, sequence_elements, self.numbers, parameters, sink)
         trains = self.numbers is not None and any(storage.trainable)

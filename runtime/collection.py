@@ -28,6 +28,7 @@ from embforge.launch.metadata import check_tables, metadata_of, places_of
 from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
 from embforge.storage.static import StaticTable, Tables, readable_bytes
 from embforge.trace_file import FILE_VARIABLE
+from embforge.training.around import refuse_average
 from embforge.training.calls import Programs
 from embforge.training.numbers import drawn_seed
 from embforge.training.trained import Trained
@@ -292,6 +293,8 @@ class EmbeddingCollection(Trained):
     ) -> tuple[Tensor, Tensor | None]:
         """A lookup that autograd records."""
         trainer, programs = self._trainer, self._program(batch)
+        if self._is_fsdp_managed_module and self._fused:
+            self.refuse_fsdp()
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
         parameters, holders = ((), list(self._tables().values())) if self._fused else (tables, [])
         if not self._must_be_seen(batch.values) and not batch.values.is_meta:
@@ -413,6 +416,8 @@ class EmbeddingCollection(Trained):
         self._programs = self._program_texts(device)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._fused and any(table.trainable for table in self._tables().values()):
+            refuse_average()
         kept = {name: value for name, value in self.__dict__.items() if name != "_lookup"}  # a recording's: see there
         return {**kept, "_ready": {}, "_kept": None, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
 

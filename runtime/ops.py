@@ -23,6 +23,7 @@ from embforge.arguments import (
 from embforge.codegen.dtypes import DTYPES
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import check_tables, metadata_of
+from embforge.training.around import refuse_replicas
 from embforge.training.calls import (
     ROWS_CHANGED,
     Storage,
@@ -129,6 +130,8 @@ def _lookup_train(
     tables = rows_of(plan.layout, tables)
     check_sequence_rows(plan.layout, batch, sequence_rows)
     storage = Storage(tables, states, trainable, bounds_check)
+    if any(trainable):
+        refuse_replicas()
     kept = run_forward(forward, storage, batch, sequence_elements(plan.layout, sequence_rows))
     return (
         kept.pooled,

@@ -111,6 +111,32 @@ def inside_ddp(rank: int, size: int) -> tuple[bool, bool]:
     return untouched, no_tables_inside(model, tables)
 
 
+def unsharded_inside(rank: int, size: int) -> dict[str, Any]:
+    """What a collection that trains its own rows says inside of wrappers, and where it may say nothing."""
+    from torch.distributed.fsdp import fully_shard
+
+    dense, _, batch = samples_of(rank, SIZE)
+    options: dict[str, Any] = {"optimizer": ef.optim.SGD(lr=0.1), "backend": "reference"}
+    found = {}
+    for name, more in {"eager": {}, "accumulate": {"accumulate": True}, "compiled": {}}.items():
+        model = Model(ef.EmbeddingCollection(POOLED, **options | more))
+        if name == "compiled":
+            model.compile(backend="aot_eager")
+        ddp = DistributedDataParallel(model)
+        found[name] = outcome(lambda ddp=ddp: ddp(dense, *batch))
+        with torch.no_grad():
+            ddp(dense, *batch)
+        model.tables.freeze()  # type: ignore[operator]
+        ddp(dense, *batch).sum().backward()
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    model = Model(ef.EmbeddingCollection(POOLED, **options))
+    DistributedDataParallel(model, process_group=alone)(dense, *batch).sum().backward()
+    model = Model(ef.EmbeddingCollection(POOLED, **options))
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    found["fsdp"] = outcome(lambda: model(dense, *batch))
+    return found
+
+
 def inside_fsdp(rank: int, size: int, whole: bool) -> tuple[bool, int]:
     """FSDP2 on the dense layers alone, or on all of the model."""
     from torch.distributed.fsdp import fully_shard

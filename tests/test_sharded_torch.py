@@ -17,6 +17,16 @@ def test_wrappers_leave_shards_alone_and_train_as_one_process() -> None:
         assert same and graphs >= 2  # one before the call of the module, one behind it
 
 
+def test_wrappers_around_a_collection_that_trains_its_own_rows() -> None:
+    for found in run_ranks(2, work.unsharded_inside):
+        wrappers = dict.fromkeys(("eager", "accumulate", "compiled"), "DistributedDataParallel") | {"fsdp": "FSDP"}
+        assert found.keys() == wrappers.keys()
+        for case, wrapper in wrappers.items():
+            kind, text = found[case]
+            assert kind == "RuntimeError" and f"inside of {wrapper}, which knows nothing" in text, (case, text)
+            assert "ShardedEmbeddingCollection" in text
+
+
 def test_device_meshes() -> None:
     for found in run_ranks(4, work.on_meshes):
         assert found["flat"][0] == 4 and found["square"][0] == 2

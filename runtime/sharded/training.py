@@ -13,12 +13,13 @@ from embforge.sharded.norms import RowNorms
 from embforge.sharded.owner import Owner
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.state import HeldShards, held_names
+from embforge.training.around import Surrounded
 from embforge.training.calls import ROWS_CHANGED
 from embforge.training.facade import FusedOptimizer
 from embforge.training.trainer import Trainer
 
 
-class ShardedTraining(HeldShards):
+class ShardedTraining(Surrounded, HeldShards):
     """What a user does with the optimizer, and what a backward ends with. Every method is called on all ranks alike."""
 
     spec: Any
@@ -123,7 +124,7 @@ class ShardedTraining(HeldShards):
         self._set_trainable(tables, True)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTraining:
-        """Freezes or unfreezes all tables. A model's own `requires_grad_` finds parameters only, no sharded tables."""
+        """Freezes or unfreezes all tables, as does `requires_grad_` of a model around the module."""
         self._set_trainable((), requires_grad)
         return self
 

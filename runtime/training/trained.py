@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.spec import CollectionSpec
 from embforge.launch.metadata import check_tables, places_of
 from embforge.storage.static import StaticTable
+from embforge.training.around import Surrounded
 from embforge.training.calls import Programs, Storage
 from embforge.training.facade import FusedOptimizer
 from embforge.training.trainer import Trainer
 
 
-class Trained(nn.Module, ABC):
+class Trained(Surrounded):
     """Tables with a way to train them. Lookups come from the class that derives from it."""
 
     spec: CollectionSpec
@@ -90,7 +91,7 @@ class Trained(nn.Module, ABC):
             tables[name].set_trainable(wanted)
 
     def requires_grad_(self, requires_grad: bool = True) -> Trained:
-        """Freezes or unfreezes all tables. A model's own `requires_grad_` finds parameters only, no fused tables."""
+        """Freezes or unfreezes all tables, as does `requires_grad_` of a model around the module."""
         self._set_trainable((), requires_grad)
         return self
 

@@ -18,6 +18,7 @@ from embforge.inputs import Batch, resolved
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program
 from embforge.training import pending
+from embforge.training.around import refuse_replicas
 from embforge.training.autograd import Call, Holder, Lookup
 from embforge.training.calls import Programs, Storage, run_reduce, run_update
 from embforge.training.facade import FusedOptimizer
@@ -103,6 +104,8 @@ class Trainer:
         call = Call(programs, storage, holders, sequence_elements, self.numbers, parameters, sink)
         trains = self.numbers is not None and any(storage.trainable)
         anchor = self.numbers.anchor if trains and self.numbers is not None else None
+        if trains:
+            refuse_replicas()
         found: Any = Lookup.apply(call, batch.values, batch.offsets, batch.batch, batch.weights, anchor, *parameters)  # type: ignore[no-untyped-call]
         return found if isinstance(found, tuple) else (found, None)
 

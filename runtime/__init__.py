@@ -1,12 +1,16 @@
 """embforge: fused embedding kernels generated for your spec. `import embforge as ef`.
 
-Importing it loads neither torch nor pydantic nor cuda: every public name is loaded when it is first used.
+Importing it loads neither torch nor pydantic nor cuda: every public name is loaded when it is first used. Torch gets to
+know the operators of saved programs as soon as it is imported, before embforge or after.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from embforge.registration import register_or_warn
+from embforge.torch_import import when_torch_is_imported
 
 if TYPE_CHECKING:
     import embforge.functional as functional  # noqa: F401
@@ -83,3 +87,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+when_torch_is_imported(register_or_warn)

@@ -342,7 +342,7 @@ class EmbeddingCollection(Trained):
     def _call_operator(
         self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        rows, program = list(sequence_rows), self._program(batch).forward
+        rows, program = list(sequence_rows) or None, self._program(batch).forward
         result: tuple[Tensor, Tensor] = ops.lookup(
             batch.values, batch.offsets, batch.weights, tables, rows, program, self._bounds_check
         )

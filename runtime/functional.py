@@ -17,8 +17,8 @@ from embforge.collection import EmbeddingCollection
 from embforge.given import check_device, check_ids, forward_kernel, programs_for
 from embforge.inputs import Batch
 from embforge.launch.metadata import metadata_of
-from embforge.ops import LIBRARY
 from embforge.parts import Parts, group_of, parts_of, side_by_side, summed
+from embforge.registration import Implementation, register
 
 __all__ = ["embedding", "embedding_bag"]
 
@@ -140,13 +140,14 @@ def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     return None, torch.ops.aten.embedding_dense_backward(gradient, kept, ctx.rows + 1, -1, False)[: ctx.rows], None  # type: ignore[return-value]
 
 
-LIBRARY.define("gather(Tensor ids, Tensor weight, int padding_idx) -> Tensor")
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("gather", _gather, _key)
-torch.library.register_fake(
-    "embforge::gather", lambda ids, weight, padding_idx: weight.new_empty(ids.shape[0], weight.shape[1]), lib=LIBRARY
-)
-torch.library.register_autograd("embforge::gather", _gather_backward, setup_context=_keep, lib=LIBRARY)
+def _gather_fake(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    return weight.new_empty(ids.shape[0], weight.shape[1])
+
+
+IMPLEMENTATIONS = {"gather": Implementation(_gather, _gather_fake, _gather_backward, _keep)}
+"""By the operator's name."""
+
+register()
 
 
 def _check_lookup(

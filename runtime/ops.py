@@ -1,6 +1,6 @@
-"""The torch operators: defined once, whatever the spec. A plan's text says which kernel a call means.
+"""What the torch operators do: defined once, whatever the spec. A plan's text says which kernel a call means.
 
-Importing this module registers the operators; nothing is registered per spec.
+Their schemas are in registration.py; nothing is registered per spec.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from embforge.arguments import (
 from embforge.codegen.dtypes import DTYPES
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import check_tables, metadata_of
+from embforge.registration import Implementation, register
 from embforge.training.around import refuse_replicas
 from embforge.training.calls import (
     ROWS_CHANGED,
@@ -38,43 +39,13 @@ _FP32 = torch.float32
 MAY_CHANGE = "saved_tensor_with_no_vc_check"
 """torch's mark, in a traced graph, of an input of the backward whose version is not checked (torch 2.13)."""
 
-LOOKUP = (
-    "lookup(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[] sequence_rows, "
-    "str program, str bounds_check) -> (Tensor pooled, Tensor sequence)"
-)
-"""For results that nobody differentiates. `tables`: `[rows, dim]` in layout order. `sequence_rows`: ids of each `none`
-feature. `program`: see `Program`."""
-
-LOOKUP_TRAIN = (
-    "lookup_train(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, Tensor[] states, Tensor anchor, "
-    "Tensor hyper, Tensor counters, SymInt[] sequence_rows, str forward, str backward, str weight_gradient, "
-    "str bounds_check, bool[] trainable) -> (Tensor pooled, Tensor sequence, Tensor divisors, Tensor winners)"
-)
-"""A lookup whose backward updates `tables` and `states`. `tables`: `[rows, stride]`, all memory of each, because
-padding may hold states and a copy of rows alone would lose them. `anchor` is what autograd sees of them. `divisors` and
-`winners`: what the backward needs of the forward, see codegen/signature.py. Three programs: `forward` keeps these."""
-
-UPDATE = (
-    "update_(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
-    "Tensor divisors, Tensor winners, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor hyper, Tensor(c!) counters, "
-    "str program, str bounds_check, bool[] trainable) -> Tensor"
-)
-"""Rows and states updated from the gradients of a lookup. Returns 0, or infinity where `hyper` has a loss scale and
-gradients are not finite: then nothing has changed."""
-
-WEIGHT_GRADIENT = (
-    "weight_gradient(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
-    "Tensor divisors, Tensor winners, Tensor[] tables, str program, str bounds_check) -> Tensor"
-)
-"""The gradient of a lookup's weights, `[ids]`."""
-
 
 def _lookup(
     values: Tensor,
     offsets: Tensor,
     weights: Tensor | None,
     tables: Sequence[Tensor],
-    sequence_rows: Sequence[int],
+    sequence_rows: Sequence[int] | None,
     program: str,
     bounds_check: str,
 ) -> tuple[Tensor, Tensor]:
@@ -82,8 +53,9 @@ def _lookup(
     layout = kernel.plan.layout
     batch = checked_batch(kernel.plan, values, offsets, weights, bounds_check)
     check_tables(layout, tables)
-    check_sequence_rows(layout, batch, sequence_rows)
-    elements = sequence_elements(layout, sequence_rows)
+    rows = sequence_rows or ()
+    check_sequence_rows(layout, batch, rows)
+    elements = sequence_elements(layout, rows)
     pooled, sequence = kernel(metadata_of(tables, bounds_check), tables, batch, elements, bounds_check)
     return pooled, values.new_empty(0, dtype=pooled.dtype) if sequence is None else sequence
 
@@ -93,7 +65,7 @@ def _lookup_fake(
     offsets: Tensor,
     weights: Tensor | None,
     tables: Sequence[Tensor],
-    sequence_rows: Sequence[int],
+    sequence_rows: Sequence[int] | None,
     program: str,
     bounds_check: str,
 ) -> tuple[Tensor, Tensor]:
@@ -101,7 +73,7 @@ def _lookup_fake(
     dtype = getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
     batch = (offsets.numel() - 1) // len(plan.spec.features)
     pooled = values.new_empty((batch, plan.layout.output_width), dtype=dtype)
-    return pooled, values.new_empty(sequence_elements(plan.layout, sequence_rows), dtype=dtype)
+    return pooled, values.new_empty(sequence_elements(plan.layout, sequence_rows or ()), dtype=dtype)
 
 
 @lru_cache(maxsize=256)
@@ -271,6 +243,10 @@ def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype | None = N
     return like.new_empty(0, dtype=dtype or like.dtype) if tensor is None else tensor
 
 
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """For a backward that only refuses."""
+
+
 def _refuse_backward(context: Any, *gradients: Tensor) -> Any:
     raise RuntimeError(
         "embforge::lookup has no gradient: it is the operator for results that nobody differentiates; "
@@ -278,33 +254,17 @@ def _refuse_backward(context: Any, *gradients: Tensor) -> Any:
     )
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("embforge", "DEF")
-    kernels = {
-        "lookup": (LOOKUP, _lookup),
-        "lookup_train": (LOOKUP_TRAIN, _lookup_train),
-        "update_": (UPDATE, _update),
-        "weight_gradient": (WEIGHT_GRADIENT, _weight_gradient),
-    }
-    for name, (schema, function) in kernels.items():
-        library.define(schema)
-        for key in ("CPU", "CUDA"):
-            library.impl(name, function, key)
-    fakes: dict[str, Any] = {
-        "lookup": _lookup_fake,
-        "lookup_train": _lookup_train_fake,
-        "update_": lambda pooled, *rest: pooled.new_empty(1, dtype=_FP32),
-        "weight_gradient": lambda pooled, sequence, values, *rest: values.new_empty(values.shape, dtype=_FP32),
-    }
-    for name, fake in fakes.items():
-        torch.library.register_fake(f"embforge::{name}", fake, lib=library)
-    torch.library.register_autograd("embforge::lookup", _refuse_backward, lib=library)
-    torch.library.register_autograd("embforge::lookup_train", _train, setup_context=_keep, lib=library)
-    return library
+IMPLEMENTATIONS = {
+    "lookup": Implementation(_lookup, _lookup_fake, _refuse_backward, _keep_nothing),
+    "lookup_train": Implementation(_lookup_train, _lookup_train_fake, _train, _keep),
+    "update_": Implementation(_update, lambda pooled, *rest: pooled.new_empty(1, dtype=_FP32)),
+    "weight_gradient": Implementation(
+        _weight_gradient, lambda pooled, sequence, values, *rest: values.new_empty(values.shape, dtype=_FP32)
+    ),
+}
+"""By the operator's name."""
 
-
-LIBRARY = _register()
-"""Keeps the registration alive: torch drops a library's operators with it."""
+register()
 
 lookup: Any = torch.ops.embforge.lookup.default
 lookup_train: Any = torch.ops.embforge.lookup_train.default

@@ -111,7 +111,8 @@ def _usable(op: str, choice: Choice, choices: Choices, plans_of: PlansOf, direct
     if at_hand >= _at_hand(plans(default), directory, stale=1) and (at_hand or jit_allowed()):
         return choice
     where = f"{directory} and the cache have" if directory else "the cache has"
-    return Choice(default, f"default: {where} no kernel for what is {choice.why}", choice.record, choice.path)
+    why = f"default: {where} no kernel for what is {choice.source}"  # without a gain, which the default does not have
+    return replace(choice, params=default, why=why)
 
 
 def _at_hand(plans: list[Plan], directory: Path | None, stale: int) -> int:

@@ -147,8 +147,9 @@ def test_threads_hold_only_where_they_were_measured(op: str) -> None:
     def asked(spec: CollectionSpec = SPEC, batch: int | None = 2048) -> Choice:
         return choose(op, "cpu", spec, this_machine(), rule=rule, traffic=Traffic(batch))
 
-    left = "threads left to torch: 2 holds only where it was measured"
+    left = "threads left to torch: 2 holds only where it was measured, so the gain here is not known"
     assert asked().params == replace(rest, threads=2) and "threads" not in asked().why
+    assert SHOWN in asked().why
     for spec, batch, note in (
         (SPEC, None, f"{UNKNOWN_BATCH}; {left}"),
         (SPEC, 4096, left),
@@ -156,6 +157,7 @@ def test_threads_hold_only_where_they_were_measured(op: str) -> None:
     ):
         choice = asked(spec, batch)
         assert choice.params == rest and choice.why.endswith(f"; store: user; {note}")
+        assert "x the default" not in choice.why  # that was measured with the threads
         assert choice.record is not None and choice.record.params["threads"] == 2
 
 
@@ -164,8 +166,8 @@ def test_where_nothing_is_left_the_default_says_so() -> None:
     choice = ask()
     assert choice.params == CpuParams()
     assert choice.why == (
-        f"default: nothing but threads differs in what is tuned on this hardware for zipf:1.05,batch=2048: {SHOWN}; "
-        f"store: user; {UNKNOWN_BATCH}; threads left to torch: 1 holds only where it was measured"
+        "default: nothing but threads differs in what is tuned on this hardware for zipf:1.05,batch=2048; store: user; "
+        f"{UNKNOWN_BATCH}; threads left to torch: 1 holds only where it was measured, so the gain here is not known"
     )
 
 

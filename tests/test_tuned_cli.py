@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, 
 
 from embforge.codegen.cli.main import main
 from embforge.codegen.params import CpuParams, CudaParams
-from embforge.codegen.tuned.hardware import gpu_hardware
+from embforge.codegen.tuned.hardware import gpu_hardware, this_cpu
 from embforge.codegen.tuned.record import Traffic
 from embforge.codegen.tuned.shape import digest_of
 from embforge.collection import EmbeddingCollection
@@ -93,6 +94,25 @@ def test_ls_and_show_tell_ids_and_caches() -> None:
     lines = run_json("tuned", "ls")["results"]
     assert {(line["id_dtype"], line["cache"]) for line in lines} == {("int64", "warm"), ("int32", "cold")}
     assert "int32 ids, cold caches" in run("tuned", "show", path).stdout
+
+
+def test_ls_tells_no_gain_of_fields_that_are_not_taken_here() -> None:
+    here = save(record_of(replace(FAST, threads=2), hardware=this_cpu()), "user")
+    shown = run("tuned", "ls").stdout
+    assert "1.23" in shown and "here no gain is known" not in shown
+    assert run_json("tuned", "ls")["results"][0]["gain"]["median"] == 1.23
+    taken = "with threads, which modules take only on this hardware with a batch_size= like this batch"
+    assert taken in run("tuned", "show", here).stdout
+    here.unlink()
+    cpu = this_cpu()
+    elsewhere = replace(cpu, sizes={**cpu.sizes, "cores": 2 * cpu.sizes["cores"]})
+    save(record_of(replace(FAST, threads=2), hardware=elsewhere), "user")
+    shown = run("tuned", "ls").stdout
+    assert "1.23" not in shown and "x default -: measured with threads" in shown
+    (line,) = run_json("tuned", "ls")["results"]
+    assert line["gain"] is None and line["dropped"] == ["threads"]
+    save(record_of(FAST, hardware=elsewhere), "user")  # nothing that is dropped
+    assert run_json("tuned", "ls")["results"][0]["gain"]["median"] == 1.23
 
 
 def test_wrong_names_teach(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def list_(origin: Path | None, as_json: bool) -> None:
     screen = console()
     if found:
         screen.print(result_table(found))
+        if dropped := sorted({name for one in found for name in _dropped_here(one.record)}):
+            taken = f"measured with {', '.join(dropped)}, which modules take only on the hardware of the measurement"
+            screen.print(f"x default -: {taken}; here no gain is known", markup=False)
     else:
         screen.print("no tuned results yet; `embforge tune SPEC` makes some")
     for name, path in store_dirs(origin).items():
@@ -193,7 +196,7 @@ def result_table(found: Sequence[Stored]) -> Table:
     for one in found:
         record, shape = one.record, one.record.key.shape
         op = " ".join(filter(None, (record.key.op, record.key.target, record.key.rule, *_unusual(record.key))))
-        gain = f"{record.gain.median:.2f}"
+        gain = "-" if _dropped_here(record) else f"{record.gain.median:.2f}"
         what = f"{shape.features} x {shape.dim:.0f} {'/'.join(shape.dtypes)}"
         cells = (op, what, record.key.hardware.name, record.workload, gain, _changed(record), record.created[:10])
         table.add_row(_id(record), one.store, *map(escape, cells))
@@ -224,6 +227,7 @@ def _facts(record: Record, path: Path) -> list[tuple[str, str]]:
         ("", f"{key.id_dtype} ids, {key.cache} caches"),
         *(("parameters" if not i else "", f"{k} = {v}") for i, (k, v) in enumerate(record.params.items())),
         ("gain", f"{gain.median:.3f}x the default, 95 %: {gain.low:.3f} to {gain.high:.3f}"),
+        *_only_where_measured(record),
         ("noise floor", f"{100 * record.noise_floor:.2f} %"),
     ]
     for number, (name, times) in enumerate(record.samples.items()):
@@ -235,7 +239,7 @@ def _facts(record: Record, path: Path) -> list[tuple[str, str]]:
 
 
 def _line(one: Stored) -> dict[str, Any]:
-    record = one.record
+    record, dropped = one.record, _dropped_here(one.record)
     return {
         "id": _id(record),
         "store": one.store,
@@ -247,7 +251,8 @@ def _line(one: Stored) -> dict[str, Any]:
         "cache": record.key.cache,
         "hardware": record.key.hardware.name,
         "workload": record.workload,
-        "gain": {"median": record.gain.median, "low": record.gain.low, "high": record.gain.high},
+        "gain": None if dropped else {"median": record.gain.median, "low": record.gain.low, "high": record.gain.high},
+        "dropped": dropped,
         "noise_floor": record.noise_floor,
         "params": record.params,
         "created": record.created,
@@ -273,6 +278,29 @@ def _record_of(text: str, origin: Path | None) -> tuple[Record, Path]:
     found, _ = read_stores(origin=origin)
     stored = find(text, found)
     return stored.record, stored.path
+
+
+def _dropped_here(record: Record) -> list[str]:
+    """Tuned fields that no module on this machine takes, because they hold only where they were measured."""
+    from embforge.codegen.tuned.choose import left_open
+    from embforge.codegen.tuned.document import params_of
+    from embforge.codegen.tuned.hardware import this_cpu
+
+    left = left_open(params_of(record.key, record.params))
+    if not left:
+        return []
+    here = this_cpu()
+    same = (record.key.hardware.identity, record.key.hardware.sizes) == (here.identity, here.sizes)
+    return [] if same else list(left)
+
+
+def _only_where_measured(record: Record) -> list[tuple[str, str]]:
+    from embforge.codegen.tuned.choose import left_open
+    from embforge.codegen.tuned.document import params_of
+
+    left = left_open(params_of(record.key, record.params))
+    taken = f"with {', '.join(left)}, which modules take only on this hardware with a batch_size= like this batch"
+    return [("", taken)] if left else []
 
 
 def _changed(record: Record) -> str:

@@ -43,6 +43,8 @@ class Choice:
     """The tuned result that decided, be it for the default; None: none did."""
     path: Path | None = None
     """Its file."""
+    source: str = ""
+    """Where the result comes from, as `why` says it, without its gain; empty: there is none."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ def choose(
         )
     record = best.stored.record
     measured: Params = params_of(record.key, record.params)
-    left = {} if best.exact and key.traffic.batch is not None else _left_open(measured)
-    return Choice(replace(measured, **left), _why(key, best, measured, left), record, best.stored.path)
+    left = {} if best.exact and key.traffic.batch is not None else left_open(measured)
+    why, source = _why(key, best, measured, left), _source(best)
+    return Choice(replace(measured, **left), why, record, best.stored.path, source)
 
 
 def key_of(
@@ -191,33 +194,39 @@ def _traffic_pairs(ours: Traffic, theirs: Traffic) -> Iterator[tuple[str, float,
             yield name, number, other[name]
 
 
-def _left_open(measured: Params) -> dict[str, Any]:
-    """The default of every field that was tuned and holds only where it was measured."""
+def left_open(measured: Params) -> dict[str, Any]:
+    """The default of every field that was tuned and holds only where it was measured; without them no gain is known."""
     default = type(measured)()
     names = [name for name in ONLY_WHERE_MEASURED if hasattr(default, name)]
     return {name: getattr(default, name) for name in names if getattr(measured, name) != getattr(default, name)}
 
 
-def _why(key: Key, match: Match, measured: Params, left: Mapping[str, Any]) -> str:
-    record, default = match.stored.record, type(measured)()
+def _source(match: Match) -> str:
     if match.exact:
-        found = f"tuned on this hardware for {record.workload}"
-    else:
-        found = f"taken from the nearest tuned result, distance {match.distance:.2g} ({_apart(match)})"
-    noise = f"noise floor {100 * record.noise_floor:.1f} %; store: {match.stored.store}"
+        return f"tuned on this hardware for {match.stored.record.workload}"
+    return f"taken from the nearest tuned result, distance {match.distance:.2g} ({_apart(match)})"
+
+
+def _why(key: Key, match: Match, measured: Params, left: Mapping[str, Any]) -> str:
+    """The gain is told of all fields together, as it was measured: where some are left open, none is known."""
+    record, default, source = match.stored.record, type(measured)(), _source(match)
+    store = f"store: {match.stored.store}"
+    noise = f"noise floor {100 * record.noise_floor:.1f} %; {store}"
     if measured == default:
-        told = f"default: {found}, nothing faster found; {noise}"
+        told = f"default: {source}, nothing faster found; {noise}"
+    elif replace(measured, **left) == default:
+        told = f"default: nothing but {' and '.join(left)} differs in what is {source}; {store}"
+    elif left:
+        told = f"{source}; {store}"
     else:
-        gain = f"{record.gain.median:.2f}x the default (95 %: {record.gain.low:.2f} to {record.gain.high:.2f}), {noise}"
-        told = f"{found}: {gain}"
-        if replace(measured, **left) == default:
-            told = f"default: nothing but {' and '.join(left)} differs in what is {told}"
+        gain = f"{record.gain.median:.2f}x the default (95 %: {record.gain.low:.2f} to {record.gain.high:.2f})"
+        told = f"{source}: {gain}, {noise}"
     notes = []
     if key.traffic.batch is None and record.key.traffic.batch is not None:
         notes.append("the module's batch is not known (batch_size= says it)")
     for name in left:
         who, value = ONLY_WHERE_MEASURED[name], getattr(measured, name)
-        notes.append(f"{name} left to {who}: {value} holds only where it was measured")
+        notes.append(f"{name} left to {who}: {value} holds only where it was measured, so the gain here is not known")
     return "; ".join([told, *notes])
 
 

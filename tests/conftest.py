@@ -40,6 +40,14 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real finals as where nobody tells what others use of the CPUs: none of their rounds is taken again."""
+    from embforge.tuner.bench_judge import BenchJudge
+
+    monkeypatch.setattr(BenchJudge, "others", None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield

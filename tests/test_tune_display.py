@@ -83,6 +83,16 @@ def test_without_a_terminal_silence_ends_with_a_line_about_everything(monkeypatc
     )
 
 
+def test_a_busy_machine_is_news_once_and_shown_while_it_lasts() -> None:
+    status = Status(60.0)
+    news = [status.hear(Racing("final", 0, {}, retaken=count, others=1.3)) for count in (1, 2)]
+    again = "rounds are taken again while the budget lasts"
+    assert news == [f"finals: other processes use 1.30 CPUs (allowed: 0.1); {again}", None]
+    assert status.stage == "finals: final, 0 rounds, 2 disturbed blocks, other processes use 1.30 CPUs"
+    assert status.hear(Racing("final", 12, {FASTER: 2.0}, retaken=2)) is None
+    assert status.stage == "finals: final, 12 rounds, 2 disturbed blocks, 2.000× the default"
+
+
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_failure_is_named_by_trial_kind_and_reason(kind: str) -> None:
     line = Status(None).hear(screened(7, BAD, FAILURES[kind]("because"), None, **{kind: 1}))

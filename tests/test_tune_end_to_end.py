@@ -15,9 +15,11 @@ from typing import Any
 
 import optuna
 import pytest
+from click.testing import CliRunner
 from optuna.trial import FrozenTrial, TrialState
 from tuner_doctor import CRASH, HANG, WRONG, Doctor
 
+from embforge.codegen.cli.main import main
 from embforge.codegen.spec import CollectionSpec
 from embforge.tuner.outcome import KINDS
 from embforge.tuner.task import task_of
@@ -104,6 +106,7 @@ def processes_with(text: str) -> dict[int, str]:
     return found
 
 
+@pytest.mark.usefixtures("quiet_machine")
 def test_kill_9_loses_repeats_and_leaves_nothing(fresh_cache: Path) -> None:
     """With a fresh cache, so that compilers are at work when it happens."""
     process = command("--budget", "10m")
@@ -120,7 +123,8 @@ def test_kill_9_loses_repeats_and_leaves_nothing(fresh_cache: Path) -> None:
     before, left = finished(killed), {n: t.params for n, t in killed.items() if not t.state.is_finished()}
     assert len(before) >= 2
     assert len(left) >= 2
-    again, _ = told_by(command("--trials", "2", "--json"))
+    words = ["spec.toml", "--workload", WORKLOAD, "--storage", STORAGE, "--trials", "2", "--json"]
+    again = json.loads(CliRunner().invoke(main, ["tune", *words], catch_exceptions=False).stdout)
     now = trials_of(study)
     after = finished(now)
     assert again["study"] == study

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from html import unescape
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import embforge as ef
+from embforge.codegen.cli.tune_result import print_result, result_json
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.tuner import tune as tune_module
+from embforge.tuner.quiet import Usage
 from embforge.tuner.race import race
 from embforge.tuner.replay import ReplayJudge
+from embforge.tuner.report import page
+from embforge.tuner.report_data import report_of
 from embforge.tuner.task import Task
 from embforge.tuner.tune import TuneResult, tune
 
@@ -34,13 +41,21 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(store: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Tunes with finals over a table of times instead of a machine."""
 
-    def tuned(times: Times, *, noise: float = 0.002, deadline: float = math.inf, where: str = "user") -> TuneResult:
+    def tuned(
+        times: Times,
+        *,
+        noise: float = 0.002,
+        deadline: float = math.inf,
+        where: str = "user",
+        judge: type[ReplayJudge] = ReplayJudge,
+    ) -> TuneResult:
         def finals(task: Task, study: object, before: dict[str, Any], *_: object) -> tuple[int, object]:
-            judge = ReplayJudge(times, task.default, noise=noise)
             finalists = [task.plan(params) for params in times if params != task.default]
             stored = [task.plan(CpuParams(**record.params)) for record in before.values()]
             candidates: list[Plan] = list(dict.fromkeys([*finalists, *stored]))
-            return 0, race(judge, candidates, task.plan(task.default), deadline=deadline)
+            return 0, race(
+                judge(times, task.default, noise=noise), candidates, task.plan(task.default), deadline=deadline
+            )
 
         monkeypatch.setattr(tune_module, "_run", finals)
         workloads = list(next(iter(times.values())))
@@ -64,15 +79,64 @@ def test_what_is_proven_is_stored_and_a_doubt_leaves_it(run: Any, store: Path) -
     assert first.best == FAST and first.unstored == "" and len(first.paths) == 1
     assert stored(store)[SMALL]["params"]["prefetch_bytes"] == 0
     before = first.paths[0].read_bytes()
-    doubt = run(times(1e-3, 0.99e-3), noise=0.2, deadline=0.0)
+    doubt = run(times(1e-3, 0.99e-3), noise=0.05, deadline=0.0)
     assert doubt.best == CpuParams() and doubt.paths == ()
     assert "undecided; what was stored before stays" in doubt.unstored
     assert first.paths[0].read_bytes() == before
 
 
 def test_a_doubt_without_anything_before_stores_nothing(run: Any, store: Path) -> None:
-    doubt = run(times(1e-3, 0.99e-3), noise=0.2, deadline=0.0)
+    doubt = run(times(1e-3, 0.99e-3), noise=0.05, deadline=0.0)
     assert doubt.paths == () and "undecided: give them more time" in doubt.unstored and not stored(store)
+
+
+class BusyJudge(ReplayJudge):
+    """Others use more than a CPU meanwhile."""
+
+    @property
+    def others(self) -> Usage:
+        return Usage(1.0, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("noise", "judge", "reason"),
+    [(0.6, ReplayJudge, "the noise floor of "), (0.002, BusyJudge, "other processes used 1.30 CPUs during the finals")],
+)
+def test_a_busy_machine_stores_nothing_and_says_why(
+    run: Any, store: Path, noise: float, judge: type[ReplayJudge], reason: str, tmp_path: Path
+) -> None:
+    """However large the gain looks: in the console, as data and on the page."""
+    proven = run(times(1e-3, 0.8e-3))
+    before = proven.paths[0].read_bytes()
+    busy = run(times(56e-3, 1e-3), noise=noise, deadline=0.0, judge=judge)
+    assert busy.best == CpuParams() and busy.paths == () and proven.paths[0].read_bytes() == before
+    assert f"undecided ({reason}" in busy.unstored and "quieter machine" in busy.unstored
+    assert "; what was stored before stays" in busy.unstored
+
+    report = report_of(busy.study)
+    data, screen = result_json(report), Console(file=StringIO(), width=80)
+    assert not data["decision"]["ships"] and data["best"] == data["default"]
+    assert data["decision"]["disturbed"].startswith(reason) and reason in data["decision"]["why"]
+    print_result(screen, report)
+    assert isinstance(screen.file, StringIO)
+    shown = " ".join(screen.file.getvalue().split())
+    assert f"The default stays: {reason}" in shown and "quieter machine" in shown
+    gain = f"{report.finals.decision.gain.median:.2f}" if report.finals else ""
+    assert float(gain) > 20 and gain not in shown
+    text = unescape(page(report))
+    banner = text[text.index('id="verdict"') : text.index('id="finals"')]
+    assert "Nothing decided: the machine was busy" in banner and reason in banner
+    assert gain not in text
+
+
+def test_what_an_earlier_version_decided_on_a_busy_machine_is_not_shown(run: Any) -> None:
+    """Studies hold the finals of earlier runs, which may have shipped what their noise floor forbids."""
+    busy = run(times(56e-3, 1e-3), noise=0.6, deadline=0.0)
+    finals = busy.study.user_attrs["finals"] | {"ships": True, "why": "56.000x the default"}
+    busy.study.set_user_attr("finals", {name: value for name, value in finals.items() if name != "others"})
+    report = report_of(busy.study)
+    assert report.finals is not None and not report.finals.decision.ships and report.best == report.default
+    assert "noise floor" in report.finals.decision.why
 
 
 def test_a_result_that_is_refuted_is_replaced_by_the_default(run: Any, store: Path) -> None:

@@ -20,7 +20,7 @@ from embforge.codegen.errors import TunedError
 from embforge.codegen.params import CudaParams, Params, params_type
 from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.document import records_from, to_json
-from embforge.codegen.tuned.record import Gain, Hardware, Record, Shape, Traffic
+from embforge.codegen.tuned.record import NOISE_LIMIT, Gain, Hardware, Record, Shape, Traffic
 from embforge.codegen.tuned.shape import file_name
 from embforge.codegen.tuned.stores import Problem, read_file, read_store, read_stores, shipped_dir, user_dir
 from embforge.tuner.store import Written, export, import_, remove, save
@@ -67,6 +67,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a text for a number": (
         damaged(lambda r: r.update(noise_floor="1")),
         "noise_floor: input should be a valid number",
+    ),
+    "a busy machine's": (
+        damaged(lambda r: r.update(noise_floor=1.0, gain={"median": 56.0, "low": 40.0, "high": 60.0})),
+        "noise_floor='1.0' is not allowed; allowed: 0 to 0.25; above, samples say nothing; measure anew",
     ),
     "a truth for a number": (damaged(lambda r: r["key"]["shape"].update(features=True)), "features: input should be"),
     "not a number": (damaged(lambda r: r["gain"].update(median=float("nan"))), "gain.median: input should be a finite"),
@@ -220,12 +224,14 @@ def test_export_and_import(user: Path, tmp_path: Path) -> None:
     assert moved == [Written(records[0], tmp_path / "embforge-tuned" / FILE, None)]
 
 
-@pytest.mark.parametrize("bad", ["damaged", "twice", "unreadable"])
+@pytest.mark.parametrize("bad", ["damaged", "busy", "twice", "unreadable"])
 def test_import_checks_all_before_it_writes_any(bad: str, user: Path, tmp_path: Path) -> None:
     file = tmp_path / "all.json"
     data = json.loads(to_json([record_of(), record_of(spec=scaled(SPEC, 2))]))
     if bad == "damaged":
         data["records"][1]["params"]["tile_vectors"] = 5
+    elif bad == "busy":
+        data["records"][1]["noise_floor"] = 1.0
     elif bad == "twice":
         data["records"][1] = data["records"][0]
     file.write_text(json.dumps(data)[: 100 if bad == "unreadable" else None])
@@ -265,7 +271,7 @@ def records(draw: st.DrawFn) -> Record:
         cache=draw(st.sampled_from(["warm", "cold"])),
         workload=draw(text),
         gain=Gain(median, low, high),
-        noise_floor=draw(st.floats(0, 1)),
+        noise_floor=draw(st.floats(0, NOISE_LIMIT)),
         samples=draw(st.dictionaries(text, st.tuples(*[seconds] * rounds), max_size=3)),
         notes=tuple(draw(st.lists(text, max_size=2))),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +29,7 @@ from embforge.tuner.outcome import (
     from_data,
     to_data,
 )
+from embforge.tuner.quiet import QUIET, WINDOW, Clocks, Usage, others_since
 from embforge.tuner.race import BLOCK_ROUNDS, HEAT_ROUNDS, Race, RaceError, Racing, race
 from embforge.tuner.replay import Entry, ReplayJudge
 
@@ -200,9 +201,7 @@ def test_a_deadline_that_has_passed_leaves_a_heat_and_a_block() -> None:
 
 def test_rounds_have_an_end_where_nothing_is_ever_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race_module, "MOST_ROUNDS", 36)
-    monkeypatch.setattr(
-        race_module, "decide", lambda samples: replace(decide(samples), settled=False, overtaken_by=None)
-    )
+    monkeypatch.setattr(race_module, "decide", lambda *given: replace(decide(*given), settled=False, overtaken_by=None))
     assert raced(table_of(1.0, 0.5)).decision.rounds == 36
 
 
@@ -325,4 +324,107 @@ def test_a_noise_floor_above_the_limit_decides_nothing() -> None:
     times = {DEFAULT: 56e-3, LEADER: 1e-3, DUPLICATES[DEFAULT]: 56e-3, DUPLICATES[LEADER]: 2e-3}
     found = decide({"w": {name: (seconds,) * 24 for name, seconds in times.items()}})
     assert found.noise_floor > NOISE_LIMIT and not found.ships and not found.settled
-    assert "the noise floor of 100% is above 25%" in found.why and "quieter machine" in found.why
+    assert "the noise floor of 100.0% is above 25%" in found.why and "quieter machine" in found.why
+
+
+def test_a_noise_floor_above_the_limit_on_one_workload_decides_nothing() -> None:
+    """A record carries the noise floor of its own workload, so every one of them must be good."""
+    steady = {DEFAULT: 2e-3, LEADER: 1e-3, DUPLICATES[DEFAULT]: 2e-3, DUPLICATES[LEADER]: 1e-3}
+    noisy = steady | {DUPLICATES[LEADER]: 1.4e-3}
+    times = {"good": steady, "bad": noisy}
+    found = decide({w: {name: (s,) * 24 for name, s in of.items()} for w, of in times.items()})
+    assert found.noise_floor < NOISE_LIMIT < found.noise_floors["bad"]
+    assert found.disturbed == "the noise floor of 40.0% is above 25%" and not found.ships and not found.settled
+
+
+# ---- A busy machine -----------------------------------------------------------------------------------------------
+
+
+class BusyJudge(ReplayJudge):
+    """On a machine of which others use so many CPUs, a block after the other, and the last number from then on."""
+
+    def __init__(self, cpus: Sequence[float], *times: float, wall: float = 2 * WINDOW, noise: float = 0.002) -> None:
+        super().__init__(table_of(*times), DEFAULT_PARAMS, noise=noise)
+        self._cpus, self._wall, self.blocks = cpus, wall, 0
+
+    @property
+    def others(self) -> Usage:
+        cpus = self._cpus[min(self.blocks, len(self._cpus)) - 1]
+        return Usage(self._wall, cpus * self._wall)
+
+    def rounds(
+        self, plans: Sequence[Plan], workload: str, count: int, *, seed: int, cache: Cache = "warm"
+    ) -> list[tuple[float, ...]] | dict[int, Outcome]:
+        self.blocks += 1
+        rows = super().rounds(plans, workload, count, seed=seed, cache=cache)
+        if self.others.cpus <= QUIET or isinstance(rows, dict):
+            return rows
+        return [tuple(56 * seconds if place == 0 else seconds for place, seconds in enumerate(row)) for row in rows]
+
+
+def busy_race(judge: ReplayJudge, deadline: float, events: list[Racing] | None = None) -> Race:
+    tell = (lambda event: None) if events is None else events.append
+    return race(judge, [plan_of(CANDIDATES[0])], plan_of(DEFAULT_PARAMS), deadline=deadline, progress=tell)
+
+
+def test_disturbed_blocks_are_taken_again_and_do_not_count() -> None:
+    events: list[Racing] = []
+    judge = BusyJudge([1.3, 0.4, 0.0], 1.0, 0.9)
+    found = busy_race(judge, FOREVER, events)
+    assert found.decision.ships and not found.decision.disturbed and found.retaken == 2 and found.others == 0.0
+    assert found.decision.gain.median == pytest.approx(1 / 0.9, rel=0.01)  # not 56 times that
+    assert found.decision.rounds == BLOCK_ROUNDS * (judge.blocks - 2)
+    assert [(e.rounds, e.retaken, e.others, bool(e.gains)) for e in events[:3]] == [
+        (0, 1, 1.3, False),
+        (0, 2, 0.4, False),
+        (BLOCK_ROUNDS, 2, 0.0, True),
+    ]
+
+
+def test_a_heat_that_is_disturbed_is_taken_again() -> None:
+    judge = BusyJudge([1.3, 0.0], 1.0, 0.9, 0.8)
+    found = race(judge, [plan_of(p) for p in CANDIDATES[:2]], plan_of(DEFAULT_PARAMS), deadline=FOREVER)
+    assert found.retaken == 1 and found.leader.params == CANDIDATES[1] and found.decision.ships
+
+
+def test_without_a_quiet_block_before_the_deadline_nothing_is_decided() -> None:
+    found = busy_race(BusyJudge([1.3], 1.0, 0.9), ENDED)
+    assert found.others == 1.3 and found.decision.rounds == BLOCK_ROUNDS
+    assert found.decision.disturbed == "other processes used 1.30 CPUs during the finals, where 0.1 are allowed"
+    assert not found.decision.ships and not found.decision.settled
+    assert found.decision.why == (
+        f"the default stays: {found.decision.disturbed}, so the finals say nothing; tune again on a quieter machine"
+    )
+
+
+def test_the_last_block_is_left_out_if_only_others_before_were_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = BusyJudge([0.0, 1.3], 1.0, 0.98, noise=0.03)
+    monkeypatch.setattr(race_module, "time", Clock(lambda: float(judge.blocks)))
+    found = busy_race(judge, deadline=2.0)
+    assert judge.blocks == 2 and found.decision.rounds == BLOCK_ROUNDS and found.others == 0.0
+    assert not found.decision.disturbed
+
+
+def test_short_blocks_go_on_until_the_system_can_tell_what_others_did() -> None:
+    judge = BusyJudge([0.0], 1.0, 0.9, wall=WINDOW / 3)
+    found = busy_race(judge, ENDED)
+    assert judge.blocks == 3 and found.decision.rounds == 3 * BLOCK_ROUNDS
+
+
+def test_where_nobody_tells_every_block_counts() -> None:
+    found = busy_race(ReplayJudge(table_of(1.0, 0.9), DEFAULT_PARAMS), ENDED)
+    assert found.decision.rounds == BLOCK_ROUNDS and found.retaken == 0 and not found.decision.disturbed
+
+
+class Clock:
+    """A `time` whose clock is a function's."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.monotonic = now
+
+
+def test_what_others_use_is_the_machines_time_without_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clocks, "now", lambda: Clocks(wall=12.0, machine=105.0, own=8.0))
+    assert others_since(Clocks(wall=10.0, machine=101.0, own=7.0)) == pytest.approx(1.5)
+    assert others_since(Clocks(wall=10.0, machine=104.5, own=7.0)) == 0.0  # ticks are coarser than our own clock
+    assert others_since(None) is None

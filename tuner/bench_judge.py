@@ -42,6 +42,7 @@ from embforge.tuner.messages import (
 )
 from embforge.tuner.outcome import CompileFailed, Failure, LaunchFailed, Outcome, TimedOut
 from embforge.tuner.process import Helper, HelperDiedError
+from embforge.tuner.quiet import Usage
 
 CALL_SECONDS = 10.0
 """A kernel may take this long for a call, or `TIMES_THE_ANCHOR` as long as the anchor does, whichever is more."""
@@ -81,7 +82,7 @@ class BenchJudge:
         self._spent = dict.fromkeys((STARTING, VERIFYING, TIMING, WAITING), 0.0)
         self._whole: set[str] = set()  # plans that were verified with their companions
         self._clocks: dict[str, int | None] = {}
-        self._others: float | None = None
+        self._others: Usage | None = None
         _check_memory(self._anchor)
         self._folder = tempfile.TemporaryDirectory(prefix="embforge-judge-")
         self._board = Board(Path(self._folder.name) / "board")
@@ -103,7 +104,7 @@ class BenchJudge:
         return self._clocks
 
     @property
-    def others(self) -> float | None:
+    def others(self) -> Usage | None:
         return self._others
 
     def wait_until_ready(self) -> None:

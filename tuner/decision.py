@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embforge.codegen.tuned.record import Gain
+from embforge.codegen.tuned.record import NOISE_LIMIT, Gain
+from embforge.tuner.quiet import QUIET
 from embforge.tuner.stats import Floats, bootstrap_ratio, noise_floor, wilcoxon
 
 ALPHA = 0.01
 """Chance of a mistake below which a difference is taken for real."""
 STOP_ALPHA = 0.001
 """The same for stopping early: whoever looks often must look more strictly."""
-NOISE_LIMIT = 0.25
-"""A noise floor above which samples decide nothing, whatever they say: the machine was busy."""
 WORTHLESS = 0.005
 """A difference between two finalists that is not worth more time."""
 
@@ -53,14 +52,16 @@ class Decision:
     overtaken_by: str | None
     """A rival that is faster beyond doubt and noise."""
     rounds: int
+    disturbed: str = ""
+    """Why the samples say nothing, whatever they show; empty: they may be trusted."""
 
 
-def decide(samples: Samples) -> Decision:
-    """The decision after these rounds.
+def decide(samples: Samples, others: float = 0.0) -> Decision:
+    """The decision after these rounds, in which other processes used so many CPUs on average.
 
-    Above a noise floor of `NOISE_LIMIT` nothing ships. Else the leader ships if it beats the default by more than the
-    noise floor, with p below `ALPHA`, and is on no workload slower than the default by more than that workload's noise
-    floor.
+    Nothing ships if others used more than `QUIET` CPUs, or if the noise floor of any workload is above `NOISE_LIMIT`.
+    Else the leader ships if it beats the default by more than the noise floor, with p below `ALPHA`, and is on no
+    workload slower than the default by more than that workload's noise floor.
     """
     joint = _joint(samples)
     default, leader = joint[DEFAULT], joint[LEADER]
@@ -72,11 +73,12 @@ def decide(samples: Samples) -> Decision:
     rivals = {name: times for name, times in joint.items() if name not in NO_RIVALS}
     chances = {name: wilcoxon(np.log(leader), np.log(times)) for name, times in rivals.items()}
     overtaken_by = _overtaken_by(leader, rivals, floor)
-    beats = gain.median > 1 + floor and p < ALPHA and floor <= NOISE_LIMIT
+    disturbed = _disturbed(max(floor, *floors.values()), others)
+    beats = gain.median > 1 + floor and p < ALPHA
     return Decision(
-        ships=beats and not slower,
-        why=_why(gain, floor, p, slower, gains),
-        settled=floor <= NOISE_LIMIT
+        ships=beats and not slower and not disturbed,
+        why=_why(gain, floor, p, slower, gains, disturbed),
+        settled=not disturbed
         and _settled_with_default(gain, floor, p)
         and overtaken_by is None
         and all(p < ALPHA or _at_most_alike(leader, rivals[name], floor) for name, p in chances.items()),
@@ -88,6 +90,7 @@ def decide(samples: Samples) -> Decision:
         rivals=chances,
         overtaken_by=overtaken_by,
         rounds=leader.size,
+        disturbed=disturbed,
     )
 
 
@@ -128,13 +131,16 @@ def _overtaken_by(leader: Floats, rivals: Mapping[str, Floats], floor: float) ->
     return max(faster, key=lambda name: ahead[name], default=None)
 
 
-def _why(gain: Gain, floor: float, p: float, slower: list[str], gains: Mapping[str, Gain]) -> str:
+def _disturbed(floor: float, others: float) -> str:
+    if others > QUIET:
+        return f"other processes used {others:.2f} CPUs during the finals, where {QUIET:g} are allowed"
+    return f"the noise floor of {floor:.1%} is above {NOISE_LIMIT:.0%}" if floor > NOISE_LIMIT else ""
+
+
+def _why(gain: Gain, floor: float, p: float, slower: list[str], gains: Mapping[str, Gain], disturbed: str) -> str:
     found = f"{gain.median:.3f}x the default (95 %: {gain.low:.3f} to {gain.high:.3f})"
-    if floor > NOISE_LIMIT:
-        return (
-            f"the default stays: the noise floor of {floor:.0%} is above {NOISE_LIMIT:.0%}, so the finals say nothing; "
-            "tune again on a quieter machine"
-        )
+    if disturbed:
+        return f"the default stays: {disturbed}, so the finals say nothing; tune again on a quieter machine"
     if gain.median <= 1 + floor:
         return f"the default stays: the best candidate is {found}, which is not above the noise floor of {floor:.1%}"
     if p >= ALPHA:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from embforge.codegen.plan import Plan
 from embforge.tuner.outcome import Outcome
+from embforge.tuner.quiet import Usage
 
 Cache = Literal["warm", "cold"]
 """Warm: calls follow each other, on batches that rotate. Cold: the caches are emptied before each call."""
@@ -32,8 +33,8 @@ class Judge(Protocol):
         """Clock rates at the end of the last rounds, in MHz by name; empty before, None: nobody tells."""
 
     @property
-    def others(self) -> float | None:
-        """CPUs that other processes used during the last rounds; None: nobody tells."""
+    def others(self) -> Usage | None:
+        """What other processes took of the CPUs during the last rounds; None: not known, or it does not matter."""
 
     def screen(self, plan: Plan) -> Outcome:
         """Verifies the plan against the reference, then times it in a few rounds paired with the anchor plan."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embforge.tuner.judge import Cache
+from embforge.tuner.quiet import Usage
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class TakeRounds:
 class Rounds:
     samples: list[tuple[float, ...]]
     clocks: dict[str, int | None]
-    others: float | None
-    """CPUs that other processes used meanwhile; None: the system does not tell."""
+    others: Usage | None
+    """What other processes took of the CPUs meanwhile; None: the system does not tell, or a GPU was timed."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 QUIET = 0.1
 """CPUs that others may use, on average, in a measurement that counts as undisturbed."""
+WINDOW = 0.5
+"""Seconds below which a reading says little: the system counts CPU time in ticks of up to 10 ms per CPU."""
 
 _STAT = Path("/proc/stat")
 
@@ -36,16 +38,37 @@ class Clocks:
         return cls(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
 
 
-def others_since(start: Clocks | None) -> float | None:
-    """CPUs that other processes and the hypervisor's other guests used on average since `start`."""
+@dataclass(frozen=True)
+class Usage:
+    """CPU time that other processes and the hypervisor's other guests took in a stretch of time, in seconds."""
+
+    wall: float
+    taken: float
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that others used on average."""
+        return max(0.0, self.taken / max(self.wall, 1e-9))
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.wall + other.wall, self.taken + other.taken)
+
+
+def usage_since(start: Clocks | None) -> Usage | None:
+    """What others took since `start`; None where the system does not tell."""
     end = Clocks.now()
     if start is None or end is None:
         return None
-    wall = max(end.wall - start.wall, 1e-9)
-    return max(0.0, (end.machine - start.machine - (end.own - start.own)) / wall)
+    return Usage(end.wall - start.wall, end.machine - start.machine - (end.own - start.own))
 
 
-def wait_until_quiet(seconds: float, window: float = 0.5) -> bool:
+def others_since(start: Clocks | None) -> float | None:
+    """CPUs that others used on average since `start`; None where the system does not tell."""
+    usage = usage_since(start)
+    return None if usage is None else usage.cpus
+
+
+def wait_until_quiet(seconds: float, window: float = WINDOW) -> bool:
     """Sleeps until others leave the machine alone for a window, at most `seconds`; whether they did."""
     deadline = time.monotonic() + seconds
     while True:

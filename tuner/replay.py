@@ -20,6 +20,7 @@ from embforge.codegen.plan import Plan
 from embforge.tuner.judge import Cache
 from embforge.tuner.ledger import STARTING, TIMING, VERIFYING
 from embforge.tuner.outcome import Failure, Outcome, Paired, Timed
+from embforge.tuner.quiet import Usage
 
 Entry = Mapping[str, float] | Failure
 """Seconds a call by workload, or what goes wrong."""
@@ -60,7 +61,7 @@ class ReplayJudge:
         return {}
 
     @property
-    def others(self) -> float | None:
+    def others(self) -> Usage | None:
         return None
 
     def screen(self, plan: Plan) -> Outcome:

@@ -37,7 +37,7 @@ def page(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"seconds": show_seconds, "differing": differing, "show": show}
+    environment.filters |= {"seconds": show_seconds, "differing": differing, "show": show, "sentence": sentence}
     return environment.get_template("page.html.j2").render(_words(report))
 
 
@@ -50,6 +50,11 @@ def differing(params: Mapping[str, Any], default: Mapping[str, Any]) -> str:
 def show(value: Any) -> str:
     """A parameter's value, for people and the same everywhere."""
     return "x".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def sentence(text: str) -> str:
+    """Words as a sentence: with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def show_seconds(seconds: float) -> str:
@@ -90,6 +95,8 @@ def headline(report: Report) -> str:
     """The decision in a line."""
     if report.finals is None:
         return "Not decided yet"
+    if report.finals.decision.disturbed:
+        return "Nothing decided: the machine was busy"
     if not report.finals.decision.ships:
         return "The default stays"
     gain = report.finals.decision.gain
@@ -100,10 +107,10 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     tiles = [("Trials", f"{len(report.trials):,}", f"of {report.points:,} points")]
     if report.finals is not None:
         decision = report.finals.decision
-        tiles += [
-            ("Noise floor", f"{decision.noise_floor:.2%}", "gains below it do not count"),
-            ("p (Wilcoxon)", f"{decision.p:.1g}", f"that the default is as fast; {decision.rounds} rounds"),
-        ]
+        tiles.append(("Noise floor", f"{decision.noise_floor:.2%}", "gains below it do not count"))
+        if not decision.disturbed:
+            chance = f"that the default is as fast; {decision.rounds} rounds"
+            tiles.append(("p (Wilcoxon)", f"{decision.p:.1g}", chance))
     if report.ledger:
         used = sum(report.ledger.values())
         tiles.append(("Wall time", f"{used:,.0f} s", f"{work_share(report.ledger):.0%} of it measuring or compiling"))
@@ -111,7 +118,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _forest(report: Report) -> charts.Forest | None:
-    if report.finals is None or not report.finals.comparisons:
+    if report.finals is None or not report.finals.comparisons or report.finals.decision.disturbed:
         return None
     gains = {c.workload: (c.gain.median, c.gain.low, c.gain.high) for c in report.finals.comparisons}
     return charts.forest(gains, report.finals.decision.noise_floor)

@@ -105,9 +105,10 @@ def report_of(study: Study) -> Report:
     default, anchor = about["default"], about["anchor"]
     found, best, leader = None, None, None
     if finals is not None:
-        found = finals_of(_samples(finals["samples"]))
-        decided = replace(found.decision, ships=finals["ships"], why=finals["why"])  # a race knows more than samples
-        found = replace(found, decision=decided)
+        found = finals_of(_samples(finals["samples"]), finals.get("others", 0.0))
+        if not found.decision.disturbed:  # whatever an earlier version said of such samples
+            decided = replace(found.decision, ships=finals["ships"], why=finals["why"])  # a race knows more than these
+            found = replace(found, decision=decided)
         leader = finals["leader"]
         best = leader if found.decision.ships else default
     name = tomllib.loads(about["spec"]).get("name") or "collection"
@@ -141,9 +142,9 @@ def report_of(study: Study) -> Report:
     )
 
 
-def finals_of(samples: Samples) -> Finals:
-    """The decision anew from all samples of the finals, and medians beside it."""
-    decision = decide(samples)
+def finals_of(samples: Samples, others: float = 0.0) -> Finals:
+    """The decision anew from all samples of the finals and the CPUs that others used, and medians beside it."""
+    decision = decide(samples, others)
     compared = (
         Comparison(
             workload, float(np.median(times[DEFAULT])), float(np.median(times[LEADER])), decision.gains[workload]

@@ -28,7 +28,6 @@ from embforge.tuner.layout_advice import advice
 from embforge.tuner.ledger import RACING, STARTING, WAITING, Ledger
 from embforge.tuner.messages import Setup
 from embforge.tuner.outcome import Timed
-from embforge.tuner.quiet import QUIET
 from embforge.tuner.race import FINALISTS, Race, Racing, race
 from embforge.tuner.sampler import sampler_for
 from embforge.tuner.space import settle
@@ -141,11 +140,12 @@ def tune(
 
 
 def finals_data(found: Race) -> dict[str, Any]:
-    """A race as plain data: the decision's fields, `leader` (params), `samples`, `failed` and `clocks`."""
+    """A race as plain data: the decision's fields, `leader` (params), `samples`, `others`, `failed` and `clocks`."""
     failed = {uri: {"kind": outcome.kind} | asdict(outcome) for uri, outcome in found.failed.items()}
     data = asdict(found.decision) | {
         "leader": asdict(found.leader.params),
         "samples": found.samples,
+        "others": found.others,
         "failed": failed,
         "clocks": found.clocks,
     }
@@ -201,8 +201,9 @@ def _run(
 
 def _notes(task: Task, found: Race | None) -> tuple[str, ...]:
     """What people should know beside the result."""
-    others = 0.0 if found is None else found.others
-    busy = [f"others used up to {others:.1f} CPUs during the finals"] if others > QUIET else []
+    retaken = 0 if found is None else found.retaken
+    blocks = "1 block of rounds was" if retaken == 1 else f"{retaken} blocks of rounds were"
+    busy = [f"finals: {blocks} taken again, because other processes used the CPUs"] if retaken else []
     layouts = advice(layout_of(task.spec, task.update), task.target)[:ADVICE_SHOWN]
     return (*busy, *(one.sentence for one in layouts))
 
@@ -233,7 +234,9 @@ def _records(
     decision, created, versions = found.decision, datetime.now(UTC).isoformat(timespec="seconds"), task.versions()
     if not decision.ships and not decision.settled:
         stays = "; what was stored before stays" if before else ""
-        return (), f"the finals ended undecided{stays}: give them more time or a quieter machine"
+        remedy = "tune again on a quieter machine" if decision.disturbed else "give them more time or a quieter machine"
+        reason = f" ({decision.disturbed})" if decision.disturbed else ""
+        return (), f"the finals ended undecided{reason}{stays}: {remedy}"
     best = found.leader.params if decision.ships else task.default
     if not decision.ships:
         notes = (f"{decision.why}; that candidate: {found.leader.params}", *notes)

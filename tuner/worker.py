@@ -49,7 +49,7 @@ from embforge.tuner.messages import (
 )
 from embforge.tuner.outcome import Failure, LaunchFailed, Paired, Timed, WrongAnswer
 from embforge.tuner.questions import Question, ask, difference, questions_of
-from embforge.tuner.quiet import Clocks, others_since
+from embforge.tuner.quiet import Clocks, usage_since
 from embforge.tuner.timers import CpuTimer, CudaTimer, Run, Timer
 from embforge.verify import torch_threads
 
@@ -191,11 +191,11 @@ class Worker:
         rotation, rng = Rotation(len(prepared[0])), np.random.default_rng(request.seed)
         runs = [loaded.run for loaded in racing]
         self._ask_to_time()
-        clocks = Clocks.now()
+        clocks = Clocks.now() if self._device.type == "cpu" else None  # a GPU's own clock times its kernels
         with self._no_fault_of_ours():
             repeats = self._whole_turns(request.workload, repeats_of(runs, prepared, timer, rotation))
             samples = interleaved_rounds(runs, prepared, request.count, rng, timer, repeats, rotation)
-        return Rounds(samples, timer.clocks(), others_since(clocks))
+        return Rounds(samples, timer.clocks(), usage_since(clocks))
 
     def _whole_turns(self, workload: str, repeats: list[int]) -> list[int]:
         """Where batches are of different sizes, as recorded ones may be, every sample takes all of them: samples of

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from embforge.codegen.cli.common import console
 from embforge.codegen.cli.durations import show_duration
 from embforge.tuner.outcome import Timed
+from embforge.tuner.quiet import QUIET
 from embforge.tuner.race import Racing
 from embforge.tuner.report import differing
 from embforge.tuner.study import Best, Building, Screened, Screening, SearchEvent, Started
@@ -60,8 +61,7 @@ class Status:
             case Screened():
                 return self._screened(event)
             case Racing():
-                self.phase, self.racing = "finals", event
-                self.compiling.clear()
+                return self._raced(event)
         return None
 
     def _screened(self, event: Screened) -> str | None:
@@ -74,6 +74,15 @@ class Status:
             return f"{self.last}, best so far" if better else None
         self.last = f"trial {event.number}: {event.outcome.kind} ({params}): {first_line(event.outcome.why)}"
         return self.last
+
+    def _raced(self, event: Racing) -> str | None:
+        first = event.retaken == 1 and (self.racing is None or not self.racing.retaken)
+        self.phase, self.racing = "finals", event
+        self.compiling.clear()
+        if not first:
+            return None
+        again = "rounds are taken again while the budget lasts"
+        return f"finals: other processes use {event.others:.2f} CPUs (allowed: {QUIET:g}); {again}"
 
     @property
     def elapsed(self) -> float:
@@ -89,8 +98,12 @@ class Status:
         """The phase, and in the finals how far they are and who leads by how much."""
         if self.racing is None:
             return self.phase
-        leading = max(self.racing.gains.values(), default=1.0)
-        return f"finals: {self.racing.stage}, {self.racing.rounds} rounds, {leading:.3f}× the default"
+        if self.racing.others > QUIET:
+            now = f"other processes use {self.racing.others:.2f} CPUs"
+        else:
+            now = f"{max(self.racing.gains.values(), default=1.0):.3f}× the default"
+        retaken = f", {self.racing.retaken} disturbed blocks" if self.racing.retaken else ""
+        return f"finals: {self.racing.stage}, {self.racing.rounds} rounds{retaken}, {now}"
 
     @property
     def trials(self) -> str:

@@ -49,20 +49,20 @@ def verdict(report: Report) -> str:
 
 
 def comparison_table(finals: Finals, title: str) -> Table:
-    """A line a workload."""
+    """A line a workload; without gains if the samples say nothing."""
     table = _table(title)
     table.add_column("workload", overflow="fold")
     for heading in ("default", "candidate", "x default", "95 % interval", "noise"):
         table.add_column(heading, justify="right", no_wrap=True)
-    floors = finals.decision.noise_floors
+    floors, disturbed = finals.decision.noise_floors, finals.decision.disturbed
     for compared in finals.comparisons:
         gain = compared.gain
+        shown = ("-", "-") if disturbed else (f"{gain.median:.3f}", f"{gain.low:.3f} .. {gain.high:.3f}")
         table.add_row(
             _escape(broken(compared.workload)),
             show_seconds(compared.default_seconds),
             show_seconds(compared.best_seconds),
-            f"{gain.median:.3f}",
-            f"{gain.low:.3f} .. {gain.high:.3f}",
+            *shown,
             f"{floors[compared.workload]:.1%}",
         )
     return table
@@ -96,7 +96,8 @@ def notes_of(report: Report) -> list[str]:
     notes = []
     if report.finals is not None:
         decision = report.finals.decision
-        notes.append(f"finals: {decision.rounds} rounds, noise floor {decision.noise_floor:.2%}, p = {decision.p:.2g}")
+        chance = "" if decision.disturbed else f", p = {decision.p:.2g}"
+        notes.append(f"finals: {decision.rounds} rounds, noise floor {decision.noise_floor:.2%}{chance}")
     counts = outcomes_of(report)
     shown = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
     notes.append(f"trials: {shown}; of {report.points:,} points")

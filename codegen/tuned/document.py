@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError, TunedError
 from embforge.codegen.params import params_from
-from embforge.codegen.tuned.record import RECORD_SCHEMA, Hardware, Key, Record, Shape, Traffic
+from embforge.codegen.tuned.record import NOISE_LIMIT, RECORD_SCHEMA, Hardware, Key, Record, Shape, Traffic
 
 SCHEMA = "embforge_tuned"
 OPS = ("forward", "backward")
@@ -93,8 +93,8 @@ def check(record: Record) -> None:
     gain = record.gain
     if not 0 < gain.low <= gain.median <= gain.high < math.inf:
         raise _wrong("gain", f"{gain.low} .. {gain.median} .. {gain.high}", "0 < low <= median <= high")
-    if not 0 <= record.noise_floor < math.inf:
-        raise _wrong("noise_floor", record.noise_floor, "a share from 0")
+    if not 0 <= record.noise_floor <= NOISE_LIMIT:
+        raise _wrong("noise_floor", record.noise_floor, f"0 to {NOISE_LIMIT:g}; above, samples say nothing")
     if len({len(times) for times in record.samples.values()}) > 1:
         raise _wrong("samples", {k: len(v) for k, v in record.samples.items()}, "as many of each, paired by round")
     if not all(0 < seconds < math.inf for times in record.samples.values() for seconds in times):

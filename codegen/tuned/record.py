@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RECORD_SCHEMA = 1
+NOISE_LIMIT = 0.25
+"""A noise floor above which samples say nothing, however large a gain they show: the machine was busy."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embforge import ops
 from embforge.arguments import sequence_elements
-from embforge.codegen.errors import ToolchainError
+from embforge.chosen_device import chosen_device
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import Params
@@ -97,7 +97,7 @@ class EmbeddingCollection(Trained):
         if bounds_check not in BOUNDS_CHECKS:
             raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
         self.spec = spec
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = chosen_device(device)
         self._trainer = Trainer(optimizer, accumulate, device)
         self._fused = optimizer is not None
         self._facade = None
@@ -436,12 +436,6 @@ def _untraced(function: Any) -> Any:
 
 
 def _backend(wanted: str | None, device: torch.device) -> str:
-    """The backend to use on that device. `ToolchainError` if the device is a GPU and there is none."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ToolchainError(
-            f"device={str(device)!r} needs a CUDA GPU and a torch built for it; none is here; use device='cpu', or "
-            "backend='simt' on device='cpu' to execute the CUDA kernels slowly without a GPU"
-        )
     if wanted is None:
         return "cuda" if device.type == "cuda" else "cpu"
     if wanted not in DEVICES_OF:

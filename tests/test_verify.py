@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
@@ -21,6 +22,7 @@ from embforge.collection import EmbeddingCollection
 from embforge.launch import reference
 from embforge.pairwise import covering
 from embforge.places import sequence_place
+from embforge.sharded import ShardedEmbeddingCollection, ShardPlan
 from embforge.verify import first_difference, plans_to_verify, verify
 
 SPEC = CollectionSpec(
@@ -227,8 +229,16 @@ def test_without_a_gpu_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ToolchainError, match=r"verify --on cuda needs a CUDA device.*--on cpu"):
         verify(SPEC, on="cuda")
-    with pytest.raises(ToolchainError, match=r"device='cuda:1' needs a CUDA GPU.*device='cpu'"):
-        EmbeddingCollection(SPEC, device="cuda:1")
+    modules: list[Callable[[str], object]] = [
+        lambda device: EmbeddingCollection(SPEC, device=device),
+        lambda device: EmbeddingCollection(SPEC, device=device, optimizer=optim.SGD(lr=0.1)),
+        lambda device: ShardedEmbeddingCollection(
+            SPEC, ShardPlan.row_wise(SPEC), optimizer=optim.SGD(lr=0.1), device=device
+        ),
+    ]
+    for make in modules:
+        with pytest.raises(ToolchainError, match=r"device='cuda:1' needs a CUDA GPU.*device='cpu'"):
+            make("cuda:1")
 
 
 def test_training_of_a_table_with_one_row_is_compared() -> None:

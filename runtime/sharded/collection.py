@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embforge.chosen_device import chosen_device
 from embforge.codegen.errors import PlanError, RankError
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.kinds import ShardPlan
@@ -83,7 +84,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     ) -> None:
         super().__init__()
         self.spec, self.plan = spec, plan
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = chosen_device(device)
         if str(device) == "cuda":  # without a number
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device

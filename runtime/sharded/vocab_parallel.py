@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from embforge.chosen_device import chosen_device
 from embforge.functional import parallel_embedding
 from embforge.given import check_device, check_ids
 from embforge.parts import Parts, gathered_columns, gathered_rows, process_group_of
@@ -61,7 +62,7 @@ class VocabParallelEmbedding(nn.Module):
         self.parts = _parts(process_group, sharding_dim, (num_embeddings, embedding_dim)[sharding_dim])
         shape = [num_embeddings, embedding_dim]
         shape[sharding_dim] = self.parts.sizes[self.parts.rank]
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=chosen_device(device)))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -10,6 +10,13 @@ class EmbforgeError(Exception):
 class SpecError(EmbforgeError, ValueError):
     """A spec that cannot be built: names the table or feature, the field, the value and what is allowed."""
 
+    def __init__(self, message: str, *, entry: tuple[str, int] | None = None, field: str | None = None) -> None:
+        super().__init__(message)
+        self.entry = entry
+        """Which entry of a spec file it is about, if that is known: `("table", 3)` is the fourth `[[table]]`."""
+        self.field = field
+        """Which field of it."""
+
 
 class PlanError(EmbforgeError, ValueError):
     """A plan field outside its allowed values, or a plan text that cannot be read back."""

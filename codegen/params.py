@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from embforge.codegen.errors import PlanError
+from embforge.codegen.suggestions import did_you_mean
 
 
 def tunable(default: Any, choices: tuple[Any, ...], doc: str, covered: tuple[Any, ...] | None = None) -> Any:
@@ -172,6 +173,7 @@ def params_from(target: str, values: dict[str, Any], op: str = "forward") -> Par
     for key in values:
         if key not in known:
             allowed = ", ".join(sorted(known))
-            raise PlanError(f"plan field {key!r} does not exist for target {target}; allowed: {allowed}")
+            hint = did_you_mean(key, known)
+            raise PlanError(f"plan field {key!r} does not exist for target {target}{hint}; allowed: {allowed}")
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return cls(**plain)

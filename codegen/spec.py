@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, dataclass_transform, get_args
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args
 
-from pydantic import ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Strict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from embforge.codegen.dtypes import OutputDtype, TableDtype
+from embforge.codegen.documents import DocumentError, parse_toml, read_file, shown, text_of
+from embforge.codegen.dtypes import OutputDtype, TableDtype, dtype_named
 from embforge.codegen.errors import SpecError
+from embforge.codegen.numbers import WHOLE_NUMBER_FORMS, whole_number
+from embforge.codegen.suggestions import did_you_mean, listed
+from embforge.codegen.toml_lines import lines_of
 
 Pooling = Literal["sum", "mean", "sqrtn", "max", "concat", "none"]
 Storage = Literal["static"]
@@ -30,23 +34,54 @@ MAX_ROWS = 2**40
 MAX_HOTNESS = 2**20
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 NAME_RULE = "a letter or _ followed by letters, digits, '_', '-' or '.'"
+SYNONYMS = {
+    "tables": "table",
+    "features": "feature",
+    "rows": "num_embeddings",
+    "num_rows": "num_embeddings",
+    "vocab_size": "num_embeddings",
+    "dim": "embedding_dim",
+    "columns": "embedding_dim",
+    "width": "embedding_dim",
+    "type": "dtype",
+    "mode": "pooling",
+    "combiner": "pooling",
+    "weights": "weighted",
+    "max_length": "hotness",
+    "bag_size": "hotness",
+    "padding": "padding_idx",
+    "padding_id": "padding_idx",
+    "average": "mean",
+    "avg": "mean",
+    "maximum": "max",
+    "sequence": "none",
+    "fp8": "fp8_e4m3",
+    "float8": "fp8_e4m3",
+}
+"""Words for our fields, poolings and formats that other libraries and people use."""
+
+FILE_FIELDS = ("name", "output_dtype", "table", "feature")
+"""What a spec file holds at its top."""
+
+Entry = TypeVar("Entry")
+Count = Annotated[int, BeforeValidator(whole_number)]
 
 
 @dataclass_transform(frozen_default=True)
 def _spec_dataclass(cls: type[Any]) -> Any:
     """A frozen pydantic dataclass whose mistakes are `SpecError`s in one plain sentence."""
-    made: Any = dataclass(frozen=True, config=ConfigDict(strict=True))(cls)
+    made: Any = dataclass(frozen=True, config=ConfigDict(strict=True, use_attribute_docstrings=True))(cls)
     construct = made.__init__
     kind = cls.__name__.removesuffix("Spec").lower()
     allowed = [f.name for f in dataclass_fields(made)]
 
     @wraps(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(allowed, args, strict=False)) | kwargs
         where = f"{kind} {given['name']!r}" if isinstance(given.get("name"), str) else kind
         for key in kwargs:
             if key not in allowed:
-                raise SpecError(f"{where}: unknown field {key!r}; allowed: {', '.join(allowed)}")
+                raise _unknown_field(where, key, allowed)
             if key in allowed[: len(args)]:
                 raise SpecError(f"{where}: {key} is given twice, by position and by name; give it once")
         if len(args) > len(allowed):
@@ -54,7 +89,7 @@ def _spec_dataclass(cls: type[Any]) -> Any:
         try:
             construct(self, **given)
         except ValidationError as error:
-            raise SpecError(_plain_sentence(where, error)) from None
+            raise _spec_error(where, error) from None
 
     made.__init__ = __init__
     return made
@@ -62,13 +97,18 @@ def _spec_dataclass(cls: type[Any]) -> Any:
 
 @_spec_dataclass
 class TableSpec:
-    """Rows x dim of a dtype in a storage."""
+    """Rows of numbers, which ids name."""
 
     name: str
-    num_embeddings: int
-    embedding_dim: int
-    dtype: TableDtype = "fp32"
+    """What the table is called: in features, in errors and in the keys of state dicts."""
+    num_embeddings: Count
+    """How many rows it has; ids are 0 to one less."""
+    embedding_dim: Count
+    """How many numbers a row has."""
+    dtype: Annotated[TableDtype, BeforeValidator(dtype_named)] = "fp32"
+    """The number format in which rows are stored. Sums are fp32 whatever it is."""
     storage: Storage = "static"
+    """How ids find their rows. `static`: the table has all its rows from the start, and an id is a row's number."""
 
     def __post_init__(self) -> None:
         _check_name("table", self.name)
@@ -81,27 +121,36 @@ class FeatureSpec:
     """An input column looked up in a table and pooled. Several features may share a table."""
 
     name: str
+    """What the feature is called: in inputs and errors."""
     table: str
+    """The name of the table that its ids are rows of."""
     pooling: Pooling = "sum"
+    """What becomes of a bag's rows: their sum, their mean, their sum divided by the square root of their number
+    (sqrtn), the maximum of each column, the rows side by side (concat), or each row by itself (none)."""
     weighted: bool = False
-    hotness: int | None = None
-    """`concat`: the most ids a bag may hold (its output has hotness * dim columns).
-    Other poolings: the usual bag length, from which verify, bench and tune make their batches."""
-    padding_idx: int | None = None
+    """Whether every id comes with a weight that its row is multiplied by."""
+    hotness: Count | None = None
+    """For pooling `concat`, which needs it: the most ids that a bag may hold; the result has hotness * embedding_dim
+    columns. For any other pooling: the usual number of ids of a bag, from which verify, bench and tune make their
+    batches; no kernel depends on it, and longer bags are as good."""
+    padding_idx: Count | None = None
+    """The id that stands for no id: it adds nothing to its bag, counts for no mean, and its row is never trained."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)
         if self.pooling == "concat" and self.hotness is None:
             raise SpecError(
                 f"feature {self.name!r}: pooling 'concat' needs hotness (the most ids a bag may hold), "
-                f"got hotness=None; give a whole number from 1 to {MAX_HOTNESS}"
+                f"got hotness=None; give a whole number from 1 to {MAX_HOTNESS}",
+                field="pooling",
             )
         if self.hotness is not None:
             _check_range("feature", self.name, "hotness", self.hotness, 1, MAX_HOTNESS)
         if self.weighted and self.pooling == "max":
             raise SpecError(
                 f"feature {self.name!r}: weighted=True cannot go with pooling 'max'; "
-                "allowed with weights: sum, mean, sqrtn, concat, none"
+                "allowed with weights: sum, mean, sqrtn, concat, none",
+                field="weighted",
             )
 
 
@@ -111,8 +160,10 @@ class CollectionSpec:
 
     tables: Annotated[tuple[TableSpec, ...], Strict(False)]
     features: Annotated[tuple[FeatureSpec, ...], Strict(False)]
-    output_dtype: OutputDtype = "fp32"
+    output_dtype: Annotated[OutputDtype, BeforeValidator(dtype_named)] = "fp32"
+    """The number format of all results."""
     name: str | None = None
+    """What the collection is called: in generated files and reports. A spec file without a name takes the file's."""
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -124,23 +175,29 @@ class CollectionSpec:
         _check_unique("table", [t.name for t in self.tables])
         _check_unique("feature", [f.name for f in self.features])
         by_name = {t.name: t for t in self.tables}
-        for feature in self.features:
+        for place, feature in enumerate(self.features):
             table = by_name.get(feature.table)
             if table is None:
                 raise SpecError(
-                    f"feature {feature.name!r}: table={feature.table!r} does not exist; allowed: {', '.join(by_name)}"
+                    f"feature {feature.name!r}: table={feature.table!r} does not exist"
+                    f"{did_you_mean(feature.table, by_name)}; allowed: {listed(by_name)}",
+                    entry=("feature", place),
+                    field="table",
                 )
             if feature.padding_idx is not None and not 0 <= feature.padding_idx < table.num_embeddings:
                 raise SpecError(
                     f"feature {feature.name!r}: padding_idx={feature.padding_idx} is not a row of table "
-                    f"{table.name!r}; allowed: 0 to {table.num_embeddings - 1}"
+                    f"{table.name!r}; allowed: 0 to {table.num_embeddings - 1}",
+                    entry=("feature", place),
+                    field="padding_idx",
                 )
         used = {f.table for f in self.features}
-        for table in self.tables:
+        for place, table in enumerate(self.tables):
             if table.name not in used:
                 raise SpecError(
                     f"table {table.name!r}: no feature looks it up; add a feature with "
-                    f"table={table.name!r} or remove the table"
+                    f"table={table.name!r} or remove the table",
+                    entry=("table", place),
                 )
 
     @property
@@ -154,7 +211,8 @@ class CollectionSpec:
         for candidate in self.tables:
             if candidate.name == name:
                 return candidate
-        raise SpecError(f"table {name!r} does not exist; known: {', '.join(t.name for t in self.tables)}")
+        names = [t.name for t in self.tables]
+        raise SpecError(f"table {name!r} does not exist{did_you_mean(name, names)}; known: {listed(names)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without fields that hold their default; `from_dict` reads it back."""
@@ -166,31 +224,37 @@ class CollectionSpec:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CollectionSpec:
         """A spec from plain data with the field names of the TOML file."""
-        known = {"name", "output_dtype", "table", "feature"}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise SpecError(f"collection: unknown field {unknown[0]!r}; allowed: {', '.join(sorted(known))}")
-        tables = tuple(TableSpec(**entry) for entry in _entries(data, "table"))
-        features = tuple(FeatureSpec(**entry) for entry in _entries(data, "feature"))
+        if not isinstance(data, dict):
+            raise SpecError(f"collection: got {shown(data)}; allowed: an object with {', '.join(FILE_FIELDS)}")
+        for key in data:
+            if key not in FILE_FIELDS:
+                raise _unknown_field("collection", key, FILE_FIELDS)
+        tables = _entries(data, "table", TableSpec)
+        features = _entries(data, "feature", FeatureSpec)
         rest = {k: v for k, v in data.items() if k in ("name", "output_dtype")}
         return cls(tables, features, **rest)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> CollectionSpec:
-        """Reads a spec file. `SpecError` names the file; a spec without a name takes the file's."""
+        """Reads a spec file. `SpecError` names the file and the line; a spec without a name takes the file's."""
         path = Path(path)
         try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
+            text = text_of(read_file(path))
+            data = parse_toml(text)
         except FileNotFoundError:
             raise SpecError(f"{path}: no such spec file; see examples/specs/ for some") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path}: not a readable TOML file: {error}") from error
+        except DocumentError as error:
+            place = "" if error.line is None else f":{error.line}"
+            raise SpecError(f"{path}{place}: not a readable TOML file: {error}") from error
         if NAME_PATTERN.fullmatch(path.stem):
             data.setdefault("name", path.stem)
         try:
             spec = cls.from_dict(data)
         except SpecError as error:
-            raise SpecError(f"{path}: {error}") from None
+            lines = lines_of(text)
+            line = lines.get((error.entry, error.field), lines.get((error.entry, None)))
+            place = "" if line is None else f":{line}"
+            raise SpecError(f"{path}{place}: {error}", entry=error.entry, field=error.field) from None
         object.__setattr__(spec, "_origin", path.absolute())
         return spec
 
@@ -205,83 +269,65 @@ class CollectionSpec:
         return "\n\n".join(blocks) + "\n"
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a spec file (TOML and JSON share it)."""
-    tables = TypeAdapter(TableSpec).json_schema()
-    features = TypeAdapter(FeatureSpec).json_schema()
-    output = TypeAdapter(OutputDtype).json_schema()
-    tables["properties"]["num_embeddings"].update(minimum=1, maximum=MAX_ROWS)
-    tables["properties"]["embedding_dim"].update(minimum=1, maximum=MAX_DIM)
-    _bound(features["properties"]["hotness"], 1, MAX_HOTNESS)
-    _bound(features["properties"]["padding_idx"], 0, MAX_ROWS - 1)
-    features["allOf"] = [
-        _if_pooling("concat", {"required": ["hotness"], "properties": {"hotness": {"type": "integer"}}}),
-        _if_pooling("max", {"properties": {"weighted": {"const": False}}}),
-    ]
-    for schema in (tables, features):
-        schema["additionalProperties"] = False
-        schema["properties"]["name"]["pattern"] = f"^{NAME_PATTERN.pattern}$"
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "embforge collection spec",
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["table", "feature"],
-        "properties": {
-            "name": {"type": "string", "pattern": f"^{NAME_PATTERN.pattern}$"},
-            "output_dtype": {**output, "default": "fp32"},
-            "table": {"type": "array", "minItems": 1, "items": tables},
-            "feature": {"type": "array", "minItems": 1, "items": features},
-        },
-    }
-
-
-def _bound(schema: dict[str, Any], low: int, high: int) -> None:
-    """Bounds the whole number in an optional field's schema."""
-    for option in schema["anyOf"]:
-        if option["type"] == "integer":
-            option.update(minimum=low, maximum=high)
-
-
-def _if_pooling(pooling: str, then: dict[str, Any]) -> dict[str, Any]:
-    return {"if": {"required": ["pooling"], "properties": {"pooling": {"const": pooling}}}, "then": then}
-
-
 def _check_name(kind: str, name: str) -> None:
     if not NAME_PATTERN.fullmatch(name):
-        raise SpecError(f"{kind} {name!r}: name={name!r} is not allowed; allowed: {NAME_RULE}")
+        raise SpecError(f"{kind} {shown(name)}: name={shown(name)} is not allowed; allowed: {NAME_RULE}", field="name")
 
 
 def _check_range(kind: str, name: str, field: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise SpecError(f"{kind} {name!r}: {field}={value} is out of range; allowed: {low} to {high}")
+        raise SpecError(
+            f"{kind} {name!r}: {field}={shown(value)} is out of range; allowed: {low} to {high}", field=field
+        )
 
 
 def _check_unique(kind: str, names: list[str]) -> None:
     seen: set[str] = set()
-    for name in names:
+    for place, name in enumerate(names):
         if name in seen:
-            raise SpecError(f"{kind} {name!r}: name={name!r} is used twice; every {kind} needs its own name")
+            raise SpecError(
+                f"{kind} {name!r}: name={name!r} is used twice; every {kind} needs its own name",
+                entry=(kind, place),
+                field="name",
+            )
         seen.add(name)
 
 
-def _entries(data: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+def _entries(data: dict[str, Any], kind: str, make: Callable[..., Entry]) -> tuple[Entry, ...]:
     entries = data.get(kind, [])
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise SpecError(f"collection: {kind} must be a list of [[{kind}]] entries, got {entries!r}")
-    return entries
+        raise SpecError(f"collection: {kind} must be a list of [[{kind}]] entries, got {shown(entries)}", field=kind)
+    made = []
+    for place, entry in enumerate(entries):
+        try:
+            made.append(make(**entry))
+        except SpecError as error:
+            raise SpecError(str(error), entry=(kind, place), field=error.field) from None
+    return tuple(made)
 
 
-def _plain_sentence(where: str, error: ValidationError) -> str:
+def _unknown_field(where: str, key: str, allowed: Iterable[str]) -> SpecError:
+    allowed = list(allowed)
+    hint = did_you_mean(key, allowed, SYNONYMS)
+    return SpecError(f"{where}: unknown field {shown(key)}{hint}; allowed: {', '.join(allowed)}", field=key)
+
+
+def _spec_error(where: str, error: ValidationError) -> SpecError:
+    """pydantic's first complaint as one plain sentence."""
     first: Any = error.errors()[0]
     if first["type"] == "value_error":  # one of our own rules, already a whole sentence
-        return str(first["ctx"]["error"])
-    field = ".".join(str(part) for part in first["loc"])
+        own: SpecError = first["ctx"]["error"]
+        return own
+    field, value = ".".join(str(part) for part in first["loc"]), shown(first["input"])
     if first["type"] in ("missing", "missing_argument"):
-        return f"{where}: field {field!r} is missing; it has no default"
+        return SpecError(f"{where}: field {field!r} is missing; it has no default")
     if first["type"] == "literal_error":
-        return f"{where}: {field}={first['input']!r} is not known; allowed: {first['ctx']['expected']}"
-    return f"{where}: {field}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        allowed = first["ctx"]["expected"]
+        hint = did_you_mean(first["input"], re.findall(r"'(.*?)'", allowed), SYNONYMS)
+        return SpecError(f"{where}: {field}={value} is not known{hint}; allowed: {allowed}", field=field)
+    if first["type"] == "int_type":
+        return SpecError(f"{where}: {field}={value} is not allowed; allowed: {WHOLE_NUMBER_FORMS}", field=field)
+    return SpecError(f"{where}: {field}={value}: {first['msg'][0].lower()}{first['msg'][1:]}", field=field)
 
 
 def _without_defaults(item: Any) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from embforge.codegen.cli.common import load_spec, params_of, print_json
 from embforge.codegen.cli.main import main
 from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CpuParams, CudaParams
-from embforge.codegen.spec import POOLINGS, json_schema
+from embforge.codegen.spec import POOLINGS
+from embforge.codegen.spec_schema import json_schema
 from embforge.verify import VerifyReport, VerifyRow
 
 TINY = """

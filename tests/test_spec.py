@@ -6,15 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from strategies import examples, specs
 
+from embforge.codegen.dtypes import DTYPES, TABLE_DTYPES
 from embforge.codegen.errors import SpecError
-from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec, json_schema
+from embforge.codegen.params import params_type
+from embforge.codegen.plan import Plan
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.spec_schema import json_schema
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "specs").glob("*.toml"))
 TABLE = TableSpec("t", 10, 4)
+GOOD = "[[table]]\nname = 't'\nnum_embeddings = 1\nembedding_dim = 1"
 
 
 @pytest.mark.parametrize(
@@ -26,13 +33,22 @@ TABLE = TableSpec("t", 10, 4)
         (dict(num_embeddings=0), r"table 't': num_embeddings=0 .*1 to "),
         (dict(num_embeddings=-3), r"table 't': num_embeddings=-3"),
         (dict(num_embeddings=2.5), r"table 't': num_embeddings=2\.5"),
-        (dict(num_embeddings="10"), r"table 't': num_embeddings='10'"),
+        (dict(num_embeddings="many"), r"table 't': num_embeddings='many' is not allowed; allowed: a whole number, as"),
+        (dict(num_embeddings="1.5e0"), r"table 't': num_embeddings='1.5e0'"),
+        (dict(num_embeddings="1e99"), r"table 't': num_embeddings=1000.* is out of range; allowed: 1 to "),
+        (dict(num_embeddings=float("nan")), r"table 't': num_embeddings=nan"),
+        (dict(num_embeddings=float("inf")), r"table 't': num_embeddings=inf"),
+        (dict(num_embeddings=2.0**60), r"table 't': num_embeddings=1\.15"),
         (dict(embedding_dim=0), r"table 't': embedding_dim=0 .*1 to 16384"),
         (dict(embedding_dim=16385), r"table 't': embedding_dim=16385 .*1 to 16384"),
         (dict(embedding_dim=True), r"table 't': embedding_dim=True"),
         (dict(dtype="fp64"), r"table 't': dtype='fp64' is not known; allowed: 'fp32'.*'bf16'"),
         (dict(storage="disk"), r"table 't': storage='disk' is not known; allowed: 'static'"),
+        (dict(dtype="FP8"), r"table 't': dtype='FP8' is not known \(did you mean 'fp8_e4m3'\?\); allowed: 'fp32'"),
         (dict(colour="red"), r"table 't': unknown field 'colour'; allowed: name, num_embeddings"),
+        (dict(dtpye="fp32"), r"table 't': unknown field 'dtpye' \(did you mean 'dtype'\?\); allowed: name, "),
+        (dict(rows=3), r"table 't': unknown field 'rows' \(did you mean 'num_embeddings'\?\); allowed: name, "),
+        (dict(self=3), r"table 't': unknown field 'self'; allowed: name, "),
     ],
 )
 def test_bad_tables(fields: dict[str, Any], message: str) -> None:
@@ -49,13 +65,15 @@ def test_missing_field_of_a_table() -> None:
     ("fields", "message"),
     [
         (dict(name="-"), r"feature '-': name='-'"),
-        (dict(pooling="median"), r"feature 'f': pooling='median' is not known; allowed: 'sum'.*'none'"),
+        (dict(pooling="product"), r"feature 'f': pooling='product' is not known; allowed: 'sum'.*'none'"),
+        (dict(pooling="maen"), r"feature 'f': pooling='maen' is not known \(did you mean 'mean'\?\); allowed: 'sum'"),
+        (dict(pooling="avg"), r"feature 'f': pooling='avg' is not known \(did you mean 'mean'\?\)"),
         (dict(pooling="concat"), r"feature 'f': pooling 'concat' needs hotness.*hotness=None"),
         (dict(pooling="concat", hotness=0), r"feature 'f': hotness=0 .*1 to "),
         (dict(hotness=-1), r"feature 'f': hotness=-1"),
         (dict(pooling="max", weighted=True), r"feature 'f': weighted=True cannot go with pooling 'max'; allowed"),
         (dict(weighted=1), r"feature 'f': weighted=1"),
-        (dict(weights=True), r"feature 'f': unknown field 'weights'; allowed: .*weighted"),
+        (dict(weights=True), r"feature 'f': unknown field 'weights' \(did you mean 'weighted'\?\); allowed: name"),
     ],
 )
 def test_bad_features(fields: dict[str, Any], message: str) -> None:
@@ -71,6 +89,12 @@ def test_bad_features(fields: dict[str, Any], message: str) -> None:
         ([TABLE, TABLE], [FeatureSpec("f", "t")], {}, "table 't': name='t' is used twice"),
         ([TABLE], [FeatureSpec("f", "t")] * 2, {}, "feature 'f': name='f' is used twice"),
         ([TABLE], [FeatureSpec("f", "u")], {}, "feature 'f': table='u' does not exist; allowed: t"),
+        (
+            [TableSpec(name, 1, 1) for name in ("users", "items")],
+            [FeatureSpec("f", "usres")],
+            {},
+            r"table='usres' does not exist \(did you mean 'users'\?\); allowed: users, items",
+        ),
         ([TABLE, TableSpec("u", 1, 1)], [FeatureSpec("f", "t")], {}, "table 'u': no feature looks it up"),
         ([TABLE], [FeatureSpec("f", "t", padding_idx=10)], {}, "feature 'f': padding_idx=10 .*'t'; allowed: 0 to 9"),
         ([TABLE], [FeatureSpec("f", "t", padding_idx=-1)], {}, "feature 'f': padding_idx=-1 .*allowed: 0 to 9"),
@@ -110,11 +134,21 @@ def test_toml_reads_back(tmp_path_factory: pytest.TempPathFactory, spec: Collect
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[table", r"bad\.toml: not a readable TOML file"),
-        ("colour = 'red'", r"bad\.toml: collection: unknown field 'colour'; allowed: feature, name"),
-        ("table = 3", r"bad\.toml: collection: table must be a list of \[\[table\]\] entries"),
-        ("[[table]]\nname = 't'", r"bad\.toml: table 't': field 'num_embeddings' is missing"),
-        ("[[table]]\nname = 't'\nnum_embeddings = 1\nembedding_dim = 1\nrows = 3", r"table 't': unknown field 'rows'"),
+        ("[[table", r"bad\.toml:1: not a readable TOML file"),
+        ("name = 'a'\n\nname = 'b'", r"bad\.toml:3: not a readable TOML file: .*overwrite"),
+        ('name = 1\nname = """\n\n', r"bad\.toml:2: not a readable TOML file"),
+        ("\ncolour = 'red'", r"bad\.toml:2: collection: unknown field 'colour'; allowed: name"),
+        ("[[tables]]", r"bad\.toml:1: collection: unknown field 'tables' \(did you mean 'table'\?\)"),
+        ("table = 3", r"bad\.toml:1: collection: table must be a list of \[\[table\]\] entries"),
+        ("# a\n[[table]]\nname = 't'", r"bad\.toml:2: table 't': field 'num_embeddings' is missing"),
+        (f"{GOOD}\nrows = 3", r"bad\.toml:5: table 't': unknown field 'rows'"),
+        (f"{GOOD}\ndtype = 'fp33'", r"bad\.toml:5: table 't': dtype='fp33'"),
+        (f"{GOOD}\n{GOOD}\n[[feature]]\nname='f'\ntable='t'", r"bad\.toml:6: table 't': name='t' is used twice"),
+        (f"{GOOD}\n[[feature]]\nname='f'\n'table'='u'", r"bad\.toml:7: feature 'f': table='u' does not exist"),
+        (f"{GOOD}\n[[feature]]\nname='f'\ntable='t'\npooling='concat'", r"bad\.toml:8: feature 'f': pooling"),
+        (f"feature = [\n{{name='f', table='t'}},\n{{name='g', table='u'}}]\n{GOOD}", r"bad\.toml:3: feature 'g'"),
+        (f'name = """\n[[table]]"""\n{GOOD}\n[[feature]]\nname="f"\ntable="t"', r"bad\.toml:1: collection "),
+        (GOOD, r"bad\.toml: collection: features is empty"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
@@ -152,7 +186,10 @@ def test_schema_names_every_field() -> None:
     feature = schema["properties"]["feature"]["items"]
     assert list(table["properties"]) == ["name", "num_embeddings", "embedding_dim", "dtype", "storage"]
     assert list(feature["properties"]) == ["name", "table", "pooling", "weighted", "hotness", "padding_idx"]
-    assert table["properties"]["dtype"]["enum"] == ["fp32", "fp16", "bf16", "fp8_e4m3"]
+    assert table["properties"]["dtype"]["enum"][:4] == ["fp32", "fp16", "bf16", "fp8_e4m3"]
+    fields = [*table["properties"].values(), *feature["properties"].values()]
+    fields += [schema["properties"][name] for name in ("name", "output_dtype")]
+    assert all(field["description"].endswith(".") for field in fields)
     assert set(table["required"]) == {"name", "num_embeddings", "embedding_dim"}
 
 
@@ -178,3 +215,55 @@ def test_a_field_given_twice() -> None:
 def test_a_name_that_is_no_text_names_nothing() -> None:
     with pytest.raises(SpecError, match=r"^collection: name=3: "):
         CollectionSpec([TABLE], [FeatureSpec("f", "t")], name=3)  # type: ignore[arg-type]
+
+
+SPELLED = """output_dtype = "torch.float16"
+[[table]]
+name = "t"
+num_embeddings = 1e6
+embedding_dim = "1_6.0"
+dtype = "BFloat16"
+storage = "static"
+[[feature]]
+name = "f"
+table = "t"
+pooling = "sum"
+weighted = false
+hotness = 2e1
+padding_idx = "1_000"
+"""
+
+
+def test_two_spellings_are_one_spec(tmp_path: Path) -> None:
+    (tmp_path / "spelled.toml").write_text(SPELLED, encoding="utf-8")
+    spelled = CollectionSpec.from_toml(tmp_path / "spelled.toml")
+    plain = CollectionSpec(
+        [TableSpec("t", 1_000_000, 16, "bf16")],
+        [FeatureSpec("f", "t", hotness=20, padding_idx=1000)],
+        "fp16",
+        "spelled",
+    )
+    assert spelled == plain
+    assert hash(spelled) == hash(plain)
+    assert spelled.to_toml() == plain.to_toml()
+    plans = [Plan("forward", "cpu", "avx2", "int64", spec, params_type("cpu")()) for spec in (spelled, plain)]
+    assert plans[0].uri == plans[1].uri
+
+
+def test_numbers_and_formats_of_other_libraries() -> None:
+    table = TableSpec("t", np.int64(10), np.uint8(4), torch.float16)  # type: ignore[arg-type]
+    assert (table, type(table.num_embeddings)) == (TableSpec("t", 10, 4, "fp16"), int)
+
+
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
+def test_every_spelling_of_the_schema_is_understood(dtype: str) -> None:
+    spellings = json_schema()["properties"]["table"]["items"]["properties"]["dtype"]["enum"]
+    found = {spelling: TableSpec("t", 1, 1, spelling).dtype for spelling in spellings}
+    assert {spelling for spelling, name in found.items() if name == dtype} == set(DTYPES[dtype].spellings)
+
+
+def test_text_of_windows(tmp_path: Path) -> None:
+    lines = "\r\n".join([*SPELLED.splitlines(), "hotnes = 3"])
+    (tmp_path / "w.toml").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    with pytest.raises(SpecError, match=r"w\.toml:15: feature 'f': unknown field 'hotnes' \(did you mean 'hotness'"):
+        CollectionSpec.from_toml(tmp_path / "w.toml")

@@ -51,14 +51,17 @@ def load_spec(text: str) -> CollectionSpec:
     """The spec in a file, or the shipped example of that name. `SpecError` otherwise."""
     from embforge.codegen.errors import SpecError
     from embforge.codegen.spec import CollectionSpec
+    from embforge.codegen.suggestions import did_you_mean
 
     shipped = {Path(item.name).stem: item for item in files("embforge.specs").iterdir() if item.name.endswith(".toml")}
     path = Path(text)
-    if not path.exists():
-        if text not in shipped:
-            raise SpecError(f"{text}: no such spec file, and no such example; examples: {', '.join(sorted(shipped))}")
+    if text in shipped and not path.is_file():  # a directory of that name, as `gen dlrm --out dlrm` makes, is no spec
         # Without its file: nobody's project lies in the package.
         return CollectionSpec.from_dict(CollectionSpec.from_toml(Path(str(shipped[text]))).to_dict())
+    if not path.exists():
+        beside = (item.name for item in path.parent.glob("*.toml"))
+        hint = did_you_mean(text, shipped) or did_you_mean(path.name, beside)
+        raise SpecError(f"{text}: no such spec file, and no such example{hint}; examples: {', '.join(sorted(shipped))}")
     return CollectionSpec.from_toml(path)
 
 

@@ -11,6 +11,6 @@ from embforge.codegen.cli.common import json_option, print_json
 @json_option
 def schema(as_json: bool) -> None:
     """Print the JSON schema of a spec file (with or without --json: it is JSON)."""
-    from embforge.codegen.spec import json_schema
+    from embforge.codegen.spec_schema import json_schema
 
     print_json(json_schema())

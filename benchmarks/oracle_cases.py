@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embforge.codegen.documents import read_json
+from embforge.codegen.errors import TunedError
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.spec import CollectionSpec
 from embforge.tuner.task import Task, task_of
@@ -92,16 +94,22 @@ class Oracle:
 
 
 def read_oracle(case: Case) -> Oracle:
-    """The table that is checked in."""
-    data = json.loads(case.table_file.read_text())
+    """The table that is checked in. `TunedError` names a file that is not one."""
     op = "forward" if case.train is None else "backward"
-    names = data["fields"]
+    try:
+        data = read_json(case.table_file)
+        names = data["fields"]
 
-    def params(values: list[Any]) -> Params:
-        return params_from("cpu", dict(zip(names, values, strict=True)), op)
+        def params(values: list[Any]) -> Params:
+            return params_from("cpu", dict(zip(names, values, strict=True)), op)
 
-    ratios = {params(values): ratio for *values, ratio in data["points"]}
-    return Oracle(ratios, params(data["best"]), data["facts"])
+        ratios = {params(values): ratio for *values, ratio in data["points"]}
+        return Oracle(ratios, params(data["best"]), data["facts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TunedError(
+            f"{case.table_file}: not a table of measured points ({type(error).__name__}: {error}); measure it anew by "
+            "`python -m benchmarks.oracle measure`"
+        ) from error
 
 
 def write_oracle(case: Case, oracle: Oracle) -> None:

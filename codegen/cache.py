@@ -24,16 +24,19 @@ from typing import Any
 import platformdirs
 from filelock import FileLock, Timeout
 
+from embforge.codegen.documents import read_file, read_json
 from embforge.codegen.errors import CacheError
 
 CACHE_SCHEMA = "1"
 """Raised whenever the files of an entry change their meaning."""
 
 KEY_DIGITS = 12
+MOST_BYTES = 2**30
+"""Of a source or a binary: far more than any compiler gave us."""
 LOCK_TIMEOUT = 300.0
 """Seconds to wait for another process that builds the same kernel. Longer than any compilation we know."""
 
-DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+DAMAGE = (OSError, ValueError, KeyError, TypeError)
 """What reading a file of the cache raises if it is not what was written there."""
 
 
@@ -93,13 +96,13 @@ def entry_dir(recipe: Recipe, root: Path | None = None) -> Path:
 def load(directory: Path, key: str | None = None) -> Entry | None:
     """The entry in a directory, or None if it is missing, unfinished, damaged or of another key."""
     try:
-        record = json.loads(_read(directory / "entry.json"))
+        record = read_json(directory / "entry.json")
         entry = Entry(directory, directory / record["source"], directory / record["binary"], record["binary_sha256"])
         if record["schema"] != CACHE_SCHEMA or key not in (None, record["key"]):
             return None
-        if sha256_of(_read(entry.source)) != record["source_sha256"]:
+        if sha256_of(read_file(entry.source, MOST_BYTES)) != record["source_sha256"]:
             return None
-        if sha256_of(_read(entry.binary)) != entry.sha256:
+        if sha256_of(read_file(entry.binary, MOST_BYTES)) != entry.sha256:
             return None
     except DAMAGE:  # not there, or not what `_make` wrote: build it again
         return None
@@ -139,7 +142,7 @@ def load_resources(entry: Entry, reader: str) -> list[dict[str, Any]] | None:
     `reader` says which version of the code read them off the binary; another version reads anew.
     """
     try:
-        record = json.loads(_read(entry.directory / "resources.json"))
+        record = read_json(entry.directory / "resources.json")
         kernels: list[dict[str, Any]] = record["kernels"]
         return kernels if (record["binary_sha256"], record["reader"]) == (entry.sha256, reader) else None
     except DAMAGE:  # absent or damaged: the caller measures again
@@ -218,13 +221,6 @@ def _make_privately(recipe: Recipe, reason: str) -> Entry:
             f"kernel {recipe.uri} can be kept neither in the cache ({reason}) nor in a temporary directory ({error}); "
             "free some space, or set EMBFORGE_CACHE_DIR or TMPDIR to a directory that has some"
         ) from error
-
-
-def _read(path: Path) -> bytes:
-    """The bytes of a regular file. `OSError` for anything else: a pipe would keep us waiting."""
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    return path.read_bytes()
 
 
 def _writable(directory: Path) -> bool:

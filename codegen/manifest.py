@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from embforge.codegen.cache import sha256_of, write_atomically
+from embforge.codegen.cache import MOST_BYTES, sha256_of, write_atomically
+from embforge.codegen.documents import DocumentError, is_file_name, read_file, read_json, shown
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import arguments_of
@@ -22,8 +23,15 @@ from embforge.codegen.stages import STAGES, StagePlan, stage_arguments
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = 1
 
-RECORD = ("uri", "source", "source_sha256", "binary", "binary_sha256", "symbols")
-"""Fields by which a kernel is found again: a record without one of them is no record."""
+RECORD: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "uri": (lambda value: isinstance(value, str), "text"),
+    "source": (is_file_name, "the name of a file beside it"),
+    "source_sha256": (lambda value: isinstance(value, str), "text"),
+    "binary": (lambda value: value is None or is_file_name(value), "the name of a file beside it, or null"),
+    "binary_sha256": (lambda value: value is None or isinstance(value, str), "text, or null"),
+    "symbols": (lambda value: isinstance(value, list) and all(isinstance(v, dict) for v in value), "a list of objects"),
+}
+"""Fields by which a kernel is found again, what each may be, and that in words: anything else is no record."""
 
 HEADLINE = ("registers", "spill_bytes", "shared_bytes", "occupancy", "bytes_in_flight")
 """Resource figures lifted from a binary's symbols to the kernel itself: the worst of them."""
@@ -79,29 +87,36 @@ def write_manifest(directory: Path, records: Iterable[dict[str, Any]]) -> str | 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The directory's manifest; `MissingKernelError` says what is wrong with it and the remedy."""
-    path = directory / MANIFEST
+    path, remedy = directory / MANIFEST, f"make it anew by `embforge gen SPEC --out {directory}`"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        schema = manifest["schema"]
+        manifest = read_json(path)
+        schema = manifest.get("schema") if isinstance(manifest, dict) else None
+        if schema is None:
+            raise DocumentError("it has no 'schema'")
         if schema == MANIFEST_SCHEMA:
-            whole = isinstance(manifest["embforge"], str) and all(
-                name in r for r in manifest["kernels"] for name in RECORD
-            )
-            if not whole:
-                raise ValueError(f"a kernel's record lacks one of {', '.join(RECORD)}")
+            _check(manifest)
     except FileNotFoundError:
         raise MissingKernelError(f"{path} does not exist; make it by `embforge gen SPEC --out {directory}`") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise MissingKernelError(
-            f"{path} is not a manifest ({reason}); make it anew by `embforge gen SPEC --out {directory}`"
-        ) from error
+    except DocumentError as error:
+        raise MissingKernelError(f"{path} is not a manifest ({error}); {remedy}") from error
     if schema != MANIFEST_SCHEMA:
-        raise MissingKernelError(
-            f"{path} has schema {schema}, this embforge reads {MANIFEST_SCHEMA}; "
-            f"make it anew by `embforge gen SPEC --out {directory}`"
-        )
-    return manifest
+        raise MissingKernelError(f"{path} has schema {shown(schema)}, this embforge reads {MANIFEST_SCHEMA}; {remedy}")
+    return dict(manifest)
+
+
+def _check(manifest: dict[str, Any]) -> None:
+    """`DocumentError` for a manifest by which kernels cannot be found."""
+    if not isinstance(manifest.get("embforge"), str):
+        raise DocumentError("it has no 'embforge', the version that wrote it")
+    kernels = manifest.get("kernels")
+    if not isinstance(kernels, list):
+        raise DocumentError("it has no list 'kernels'")
+    for record in kernels:
+        for name, (is_right, wanted) in RECORD.items():
+            if not isinstance(record, dict) or name not in record:
+                raise DocumentError(f"a kernel's record lacks {name!r}")
+            if not is_right(record[name]):
+                raise DocumentError(f"a kernel's {name} is {shown(record[name])}, and not {wanted}")
 
 
 def find_kernel(directory: Path, plan: Plan | StagePlan, source: str) -> dict[str, Any] | None:
@@ -121,9 +136,10 @@ def find_kernel(directory: Path, plan: Plan | StagePlan, source: str) -> dict[st
         )
     binary = directory / record["binary"]
     try:
-        found = sha256_of(binary.read_bytes())
-    except OSError as error:
-        raise MissingKernelError(f"kernel {plan.uri}: {binary} cannot be read ({error.strerror}); {remedy}") from None
+        found = sha256_of(read_file(binary, MOST_BYTES))
+    except (FileNotFoundError, DocumentError) as error:
+        reason = "No such file" if isinstance(error, FileNotFoundError) else error
+        raise MissingKernelError(f"kernel {plan.uri}: {binary} cannot be read ({reason}); {remedy}") from None
     if found != record["binary_sha256"]:
         raise MissingKernelError(f"kernel {plan.uri}: {binary} is not what its manifest says; {remedy}")
     return record

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from embforge.codegen.buckets import Bucket, buckets_of
+from embforge.codegen.documents import DocumentError, parse_json
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import CollectionLayout, layout_of
@@ -94,17 +95,24 @@ class Plan:
     def from_text(cls, text: str) -> Plan:
         """The plan that has this canonical text. `PlanError` if it is of another schema or not one at all."""
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = parse_json(text)
             schema = data.pop("schema")
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"not a plan's canonical text: {text[:80]!r}; take it from Plan.text") from error
+        except (DocumentError, KeyError, TypeError, AttributeError) as error:
+            raise _no_plan(text) from error
         if schema != PLAN_SCHEMA:
             raise PlanError(f"plan text of schema {schema}, this embforge reads {PLAN_SCHEMA}; make the plan anew")
-        data["spec"] = CollectionSpec.from_dict(data["spec"])
-        data["params"] = params_from(data["target"], data["params"], data["op"])
-        if "update" in data:
-            data["update"] = Update.from_dict(data["update"])
-        return cls(**data)
+        try:
+            data["spec"] = CollectionSpec.from_dict(data["spec"])
+            data["params"] = params_from(data["target"], data["params"], data["op"])
+            if "update" in data:
+                data["update"] = Update.from_dict(data["update"])
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _no_plan(text) from error
+
+
+def _no_plan(text: str) -> PlanError:
+    return PlanError(f"not a plan's canonical text: {text[:80]!r}; take it from Plan.text")
 
 
 def _check(field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from embforge.codegen.documents import DocumentError, read_json
 from embforge.codegen.errors import RuleError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import Params, params_type
@@ -16,6 +16,7 @@ from embforge.codegen.rules import builtin
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
+from embforge.codegen.suggestions import did_you_mean
 
 RULES: dict[str, Callable[[], Rule]] = {
     rule.__name__: rule
@@ -106,8 +107,9 @@ def update_named(text: str) -> Update | None:
     if name == SPARSE and not modifiers:
         return None
     if name not in RULES or unknown or {"l2", "decoupled"} <= set(modifiers):
+        hint = "" if name in RULES else did_you_mean(name, [*RULES, SPARSE])
         raise RuleError(
-            f"rule {text!r} is not known; allowed: {', '.join([*RULES, SPARSE])}, each with any of "
+            f"rule {text!r} is not known{hint}; allowed: {', '.join([*RULES, SPARSE])}, each with any of "
             f"{', '.join('+' + m for m in MODIFIERS)} (one kind of weight decay), as adam+decoupled; or a JSON file of "
             "an optimizer's update.to_dict()"
         )
@@ -155,6 +157,6 @@ def _update_from(path: Path) -> Update:
 
 def _json_of(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(path)
+    except (OSError, DocumentError) as error:
         raise RuleError(f"{path}: not the JSON of an optimizer's update.to_dict(): {error}") from error

@@ -14,24 +14,27 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embforge.archive import read_arrays
 from embforge.codegen.cache import write_atomically
+from embforge.codegen.documents import DocumentError, parse_json, shown
 from embforge.codegen.errors import WorkloadError
+from embforge.codegen.spec import MAX_ROWS
 
 TRACE_SCHEMA = 1
 FILE_VARIABLE, BATCHES_VARIABLE = "EMBFORGE_RECORD", "EMBFORGE_RECORD_BATCHES"
 """In the environment: a file to which every collection that is made records itself, and how many batches."""
 BATCHES = 100
+MOST_BYTES = 2**32
+"""Of a file and of its arrays: a recording ends at a quarter of it."""
 REMEDY = "record it again with `embforge record` or ef.record(module, path)"
 
 Ints = NDArray[np.int64]
@@ -161,16 +164,13 @@ def numbered(path: Path, number: int) -> Path:
 def read_trace(path: Path) -> Trace:
     """The trace in a file. `WorkloadError` names the file and what is wrong with it."""
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise ValueError("it is one array, and no archive of several")
-        with loaded:
-            parts = {name: loaded[name] for name in loaded.files}
+        return _checked(path, read_arrays(path, MOST_BYTES))
     except FileNotFoundError:
         raise WorkloadError(f"trace {path}: no such file; make it with `embforge record --out {path} SCRIPT`") from None
-    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except DocumentError as error:
         raise _error(path, f"cannot be read as a trace ({error})") from error
-    return _checked(path, parts)
+    except MemoryError as error:
+        raise WorkloadError(f"trace {path}: takes more memory than there is; record fewer batches") from error
 
 
 def _checked(path: Path, parts: dict[str, NDArray[Any]]) -> Trace:
@@ -185,12 +185,15 @@ def _checked(path: Path, parts: dict[str, NDArray[Any]]) -> Trace:
             raise _error(path, f"is damaged: {name} is {array.dtype} of shape {array.shape}, not a list of integers")
     sizes, lengths, values = (array.astype(np.int64) for array in numbers.values())
     features, rows = tuple(header["features"]), tuple(header["rows"])
-    if not sizes.size or sizes.min() < 0 or len(features) != len(rows) or lengths.size != sizes.sum() * len(features):
+    samples, held = _total(sizes), _total(lengths)
+    if not sizes.size or sizes.min() < 0 or len(features) != len(rows) or lengths.size != samples * len(features):
         raise _error(
-            path, f"is damaged: {lengths.size} bags do not fit {len(features)} features and batches of {sizes.tolist()}"
+            path,
+            f"is damaged: {lengths.size} bags do not fit {len(features)} features and {sizes.size} batches of "
+            f"{samples} samples in all",
         )
-    if (lengths.size and lengths.min() < 0) or lengths.sum() != values.size:
-        raise _error(path, f"is damaged: bags hold {lengths.sum()} ids, {values.size} are there")
+    if (lengths.size and lengths.min() < 0) or held != values.size:
+        raise _error(path, f"is damaged: bags hold {held} ids, {values.size} are there")
     weights = parts["weights"] if parts["weights"].size else None
     if weights is not None and (weights.dtype != np.float32 or weights.shape != values.shape):
         raise _error(path, f"is damaged: {weights.size} {weights.dtype} weights for {values.size} ids")
@@ -202,24 +205,34 @@ def _checked(path: Path, parts: dict[str, NDArray[Any]]) -> Trace:
     return trace
 
 
+def _total(counts: Ints) -> int:
+    """The exact sum: numpy's goes around at 2^63, and then a damaged file looks whole."""
+    high, low = counts >> 32, counts & 0xFFFFFFFF
+    return (int(high.sum()) << 32) + int(low.sum())
+
+
 def _header(path: Path, text: NDArray[Any]) -> dict[str, Any]:
-    try:
-        header = json.loads(str(text))
+    if text.dtype.kind != "U" or text.ndim:
+        raise _error(path, f"is damaged: its header is {text.dtype} of shape {text.shape}, not a text")
+    try:  # decoded here, because numpy breaks Python's strings if a character does not exist
+        header = parse_json(text.astype("<U").tobytes().decode("utf-32-le").rstrip("\0"))
     except ValueError as error:
-        raise _error(path, f"is not a trace: its header is no JSON ({error})") from error
+        raise _error(path, f"is not a trace: its header cannot be read ({error})") from error
     if not isinstance(header, dict) or header.get("schema") != TRACE_SCHEMA:
         found = header.get("schema") if isinstance(header, dict) else None
-        raise _error(path, f"has schema {found!r}; this embforge reads {TRACE_SCHEMA}")
-    features, rows = header.get("features"), header.get("rows")
-    if not (
-        isinstance(features, list)
-        and isinstance(rows, list)
-        and all(isinstance(name, str) for name in features)
-        and all(isinstance(count, int) for count in rows)
-        and isinstance(header.get("shape"), str)
-    ):
+        raise _error(path, f"has schema {shown(found)}; this embforge reads {TRACE_SCHEMA}")
+    features, rows, shape = (header.get(name) for name in ("features", "rows", "shape"))
+    if not (_is_list_of(str, features) and _is_list_of(int, rows) and isinstance(shape, str)):
         raise _error(path, "is damaged: its header lacks features, rows or shape")
+    if not features or len(set(features)) < len(features):
+        raise _error(path, f"is damaged: its features are {shown(features)}, not different names")
+    if not all(1 <= count <= MAX_ROWS for count in rows):
+        raise _error(path, f"is damaged: its tables have {shown(rows)} rows; allowed: 1 to {MAX_ROWS}")
     return header
+
+
+def _is_list_of(kind: type, value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def _without_bad_ids(rows: Sequence[int], seen: Seen) -> Seen:

@@ -184,7 +184,7 @@ def test_mistakes_in_a_topology_are_named() -> None:
     text = topology().to_toml()
     for old, new, message in (
         ("gb_s = 100.0", "gb_s = 0", "node_link.gb_s=0 is not allowed; a number above 0"),
-        ("[rail]", "[rails]", "unknown field 'rails'; allowed: hardware, measured"),
+        ("[rail]", "[rails]", "unknown field 'rails' (did you mean 'rail'?); allowed: hardware, measured"),
         ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node=0 is not allowed; a whole number"),
         ("usable = 1.0", "usable = 1.5", "rank.usable=1.5 is not allowed; a share"),
         ("memory_gb = 1.0\n", "", "field 'rank.memory_gb' is missing"),

@@ -48,9 +48,9 @@ WHOLE = to_json([record_of()]).encode()
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not JSON"),
     "truncated": (WHOLE[:-40], "not JSON"),
-    "not UTF-8": (b"\xff\xfe" + WHOLE, "not JSON"),
-    "binary": (bytes(range(256)), "not JSON"),
-    "deep": (b"[" * 100_000, "not JSON"),
+    "not UTF-8": (b"\xff\xfe" + WHOLE, "not UTF-8"),
+    "binary": (bytes(range(256)), "not UTF-8"),
+    "deep": (b"[" * 100_000, "nested deeper than"),
     "another's list": (b"[1, 2]", "no whole number 'embforge_tuned'"),
     "another's object": (b'{"a": 1}', "no whole number 'embforge_tuned'"),
     "newer": (b'{"embforge_tuned": 2, "results": []}', "schema 2, this embforge reads 1; the file is newer: update"),

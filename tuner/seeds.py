@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embforge.codegen.cache import write_atomically
+from embforge.codegen.documents import read_json
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
@@ -51,11 +52,10 @@ def load_seeds(
     """
     path = _path(op, arch, spec, update)
     try:
-        data = json.loads(path.read_bytes())
-        return _plans(data, op)[:count]
+        return _plans(read_json(path), op)[:count]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warn_once(
             Problem(path, f"not an estimate of this embforge ({error}); make it anew by `embforge tune --static`")
         )

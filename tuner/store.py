@@ -12,7 +12,7 @@ from typing import Literal
 
 from embforge.codegen.cache import write_atomically
 from embforge.codegen.errors import TunedError
-from embforge.codegen.tuned.document import records_from, to_json
+from embforge.codegen.tuned.document import read_records, to_json
 from embforge.codegen.tuned.record import Record
 from embforge.codegen.tuned.shape import digest_of, file_name
 from embforge.codegen.tuned.stores import Problem, Stored, project_dir, read_file, user_dir
@@ -57,7 +57,7 @@ def import_(file: Path, where: Where, *, origin: Path | None = None) -> list[Wri
     `TunedError` naming the file if any of it is not valid; nothing is written then.
     """
     try:
-        records = records_from(file.read_bytes())
+        records = read_records(file)
     except TunedError as error:
         raise TunedError(f"{file}: {error}") from None
     names = [file_name(record.key) for record in records]

@@ -218,6 +218,7 @@ def _constraints(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _given(spec: CollectionSpec, kind: str | None, plan_file: Path | None) -> ShardPlan | None:
+    from embforge.codegen.documents import DocumentError, read_json
     from embforge.codegen.errors import PlanError
     from embforge.codegen.sharding.kinds import ShardPlan
 
@@ -226,9 +227,8 @@ def _given(spec: CollectionSpec, kind: str | None, plan_file: Path | None) -> Sh
     if plan_file is None:
         return None
     try:
-        data = json.loads(plan_file.read_text(encoding="utf-8"))
-        return ShardPlan.from_dict(data)
-    except (ValueError, AttributeError) as error:
+        return ShardPlan.from_dict(read_json(plan_file))
+    except (OSError, DocumentError, PlanError) as error:
         raise PlanError(f"{plan_file}: not the JSON of a shard plan's to_dict(): {error}") from error
 
 

@@ -261,13 +261,13 @@ def _line(one: Stored) -> dict[str, Any]:
 
 def _record_of(text: str, origin: Path | None) -> tuple[Record, Path]:
     from embforge.codegen.errors import TunedError
-    from embforge.codegen.tuned.document import records_from
+    from embforge.codegen.tuned.document import read_records
     from embforge.codegen.tuned.stores import read_stores
     from embforge.tuner.store import find
 
     if Path(text).is_file():
         try:
-            records = records_from(Path(text).read_bytes())
+            records = read_records(Path(text))
         except TunedError as error:
             raise TunedError(f"{text}: {error}") from None
         if len(records) != 1:

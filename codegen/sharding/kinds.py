@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from embforge.codegen.documents import shown
 from embforge.codegen.errors import PlanError
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from embforge.codegen.sharding.topology import Topology
@@ -83,9 +85,10 @@ def kind_of(table: str, given: Any) -> Kind:
     if isinstance(given, str) and given in KINDS:
         return KINDS[given]()
     if not isinstance(given, get_args(Kind)):
+        hint = did_you_mean(given, KINDS)
         raise PlanError(
-            f"shard plan: table {table!r}: kind {given!r} is not known; allowed: {', '.join(KINDS)}, or an object of "
-            f"{', '.join(kind.__name__ for kind in KINDS.values())}"
+            f"shard plan: table {table!r}: kind {given!r} is not known{hint}; allowed: {', '.join(KINDS)}, or an "
+            f"object of {', '.join(kind.__name__ for kind in KINDS.values())}"
         )
     _check_numbers(table, given)
     kind: Kind = given
@@ -168,12 +171,16 @@ class ShardPlan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Mapping[str, Any]]) -> ShardPlan:
         """What `to_dict` gave."""
+        if not isinstance(data, Mapping):
+            raise PlanError(f"shard plan: got {shown(data)}; allowed: a mapping from tables to the data of their kinds")
         kinds: dict[str, Kind] = {}
         for table, entry in data.items():
+            if not isinstance(entry, Mapping):
+                raise PlanError(f"shard plan: table {table!r}: {shown(entry)} is not a kind's data")
             values = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "kind"}
             kind = KINDS.get(str(entry.get("kind")))
             if kind is None or not set(values) <= {field.name for field in dataclass_fields(kind)}:
-                raise PlanError(f"shard plan: table {table!r}: {dict(entry)!r} is not a kind's data")
+                raise PlanError(f"shard plan: table {table!r}: {shown(dict(entry))} is not a kind's data")
             kinds[table] = kind(**values)  # type: ignore[arg-type]
         return cls(kinds)
 
@@ -186,8 +193,14 @@ def _check_numbers(table: str, kind: Kind) -> None:
     where = f"shard plan: table {table!r}: {kind.name}"
     by, pieces, ranks = (getattr(kind, name, None) for name in ("by", "pieces", "ranks"))
     if by is not None and by not in BYS:
-        raise PlanError(f"{where}: by={by!r} is not known; allowed: {', '.join(BYS)}")
+        raise PlanError(f"{where}: by={shown(by)} is not known; allowed: {', '.join(BYS)}")
     if pieces is not None and (type(pieces) is not int or pieces < 1):
-        raise PlanError(f"{where}: pieces={pieces!r} is not allowed; a whole number, 1 at least")
-    if ranks is not None and (not ranks or len(set(ranks)) != len(ranks)):
-        raise PlanError(f"{where}: ranks={ranks!r} is not allowed; different ranks, one at least")
+        raise PlanError(f"{where}: pieces={shown(pieces)} is not allowed; a whole number, 1 at least")
+    if ranks is not None and not _are_ranks(ranks):
+        raise PlanError(f"{where}: ranks={shown(ranks)} is not allowed; different ranks, one at least")
+
+
+def _are_ranks(value: Any) -> bool:
+    if not isinstance(value, Sequence) or not all(type(rank) is int and rank >= 0 for rank in value):
+        return False
+    return 0 < len(value) == len(set(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -11,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.cache import write_atomically
+from embforge.codegen.documents import DocumentError, read_toml, shown
 from embforge.codegen.errors import PlanError
+from embforge.codegen.suggestions import did_you_mean
 from embforge.codegen.tuned.stores import user_dir
 
 GB = 1e9
@@ -117,8 +118,11 @@ def load_topology(text: str | Path | None = None) -> Topology:
         return _read(calibrated_path())
     shipped = _shipped()
     if str(text) not in shipped:
+        if path.exists():
+            return _read(path)  # which says what else it is
+        hint = did_you_mean(str(text), shipped)
         raise PlanError(
-            f"{text}: no such topology file, and no such example; examples: {', '.join(sorted(shipped))}; "
+            f"{text}: no such topology file, and no such example{hint}; examples: {', '.join(sorted(shipped))}; "
             f"{LOCAL!r} is this machine, once `embforge plan --calibrate` has measured it"
         )
     return _read(shipped[str(text)])
@@ -147,7 +151,7 @@ def topology_from(data: Mapping[str, Any], name: str) -> Topology:
     usable = reader.number(rank, "rank.usable", Topology.usable)
     if usable > 1:
         raise PlanError(f"{reader.where}: rank.usable={usable!r} is not allowed; a share, above 0 and at most 1")
-    hardware = reader.section(data, "hardware", set(data.get("hardware", {})), needed=False)
+    hardware = reader.section(data, "hardware", None, needed=False)
     return Topology(
         name=str(data.get("name", name)),
         nodes=reader.whole(data, "nodes"),
@@ -173,13 +177,19 @@ class _Reader:
         for key in data:
             if key not in known:
                 allowed = ", ".join(prefix + name for name in sorted(known))
-                raise PlanError(f"{self.where}: unknown field {prefix + key!r}; allowed: {allowed}")
+                hint = did_you_mean(key, known)
+                raise PlanError(f"{self.where}: unknown field {prefix + key!r}{hint}; allowed: {allowed}")
 
-    def section(self, data: Mapping[str, Any], name: str, known: set[str], needed: bool = True) -> Mapping[str, Any]:
+    def section(
+        self, data: Mapping[str, Any], name: str, known: set[str] | None, needed: bool = True
+    ) -> Mapping[str, Any]:
+        """A part of the file; `known` are the names in it, None: any."""
         found = data.get(name, None if needed else {})
         if not isinstance(found, Mapping):
-            raise PlanError(f"{self.where}: [{name}] is missing; it holds {', '.join(sorted(known))}")
-        self.only(found, known, f"{name}.")
+            holds = ", ".join(sorted(known)) if known else "names and texts"
+            raise PlanError(f"{self.where}: [{name}] is missing or no section; it holds {holds}")
+        if known is not None:
+            self.only(found, known, f"{name}.")
         return found
 
     def number(self, data: Mapping[str, Any], path: str, default: float | None = None, zero: bool = False) -> float:
@@ -187,13 +197,13 @@ class _Reader:
         if value is None:
             raise PlanError(f"{self.where}: field {path!r} is missing; it has no default")
         if type(value) not in (int, float) or not (0 <= value < 1e12) or (value == 0 and not zero):
-            raise PlanError(f"{self.where}: {path}={value!r} is not allowed; a number above 0")
+            raise PlanError(f"{self.where}: {path}={shown(value)} is not allowed; a number above 0")
         return float(value)
 
     def whole(self, data: Mapping[str, Any], name: str) -> int:
         value = data.get(name)
         if type(value) is not int or not 1 <= value <= 2**20:
-            raise PlanError(f"{self.where}: {name}={value!r} is not allowed; a whole number from 1 on")
+            raise PlanError(f"{self.where}: {name}={shown(value)} is not allowed; a whole number from 1 on")
         return value
 
     def link(self, data: Mapping[str, Any], name: str) -> Link:
@@ -207,10 +217,11 @@ class _Reader:
 
 def _read(path: Path) -> Topology:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return topology_from(read_toml(path), path.stem)
+    except (OSError, DocumentError) as error:
         raise PlanError(f"{path}: not a readable TOML file: {error}") from error
-    return topology_from(data, path.stem)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
 
 
 def _shipped() -> dict[str, Path]:

@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from pydantic_core import from_json
 
+from embforge.codegen.documents import DocumentError, parse_json, read_file
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError, TunedError
 from embforge.codegen.params import params_from
@@ -51,12 +52,24 @@ def to_json(records: Iterable[Record]) -> str:
     return text + "\n"
 
 
+def read_records(path: Path) -> tuple[Record, ...]:
+    """The records of a file, all of them valid. `TunedError` says what is wrong; it does not name the file.
+
+    `FileNotFoundError` if there is none.
+    """
+    try:
+        data = read_file(path)
+    except DocumentError as error:
+        raise TunedError(f"cannot be read: {error}; give yourself permission, or remove it and {AGAIN}") from error
+    return records_from(data)
+
+
 def records_from(text: bytes | str) -> tuple[Record, ...]:
     """The records of a document, all of them valid. `TunedError` says what is wrong; it does not know the file."""
     try:
-        data: Any = from_json(text)
-    except ValueError as error:
-        raise TunedError(f"not JSON ({error}), so it is damaged or not ours; {AGAIN}") from None
+        data: Any = parse_json(text)
+    except DocumentError as error:
+        raise TunedError(f"{error}, so it is damaged or not ours; {AGAIN}") from None
     schema = data.get(SCHEMA) if isinstance(data, dict) else None
     if type(schema) is not int:
         raise TunedError(f"not a file of tuned results: it has no whole number {SCHEMA!r}; remove it or {AGAIN}")

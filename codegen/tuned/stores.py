@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -23,7 +22,7 @@ from typing import Literal
 import platformdirs
 
 from embforge.codegen.errors import TunedError
-from embforge.codegen.tuned.document import OPS, TARGETS, records_from
+from embforge.codegen.tuned.document import OPS, TARGETS, read_records
 from embforge.codegen.tuned.record import Record
 from embforge.codegen.tuned.shape import DIGEST_DIGITS, file_name
 
@@ -32,8 +31,6 @@ STORES: tuple[StoreName, ...] = ("project", "user", "shipped")
 """In the order in which they are asked."""
 PROJECT_FOLDER = "embforge-tuned"
 NAME = re.compile(rf"({'|'.join(OPS)})-({'|'.join(TARGETS)})-[0-9a-f]{{{DIGEST_DIGITS}}}\.json")
-MOST_BYTES = 2**26
-"""Of a file: far more than any record with all its samples, far less than what would hurt."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +138,6 @@ def read_file(path: Path) -> Record | Problem:
         status = path.stat()
     except OSError as error:
         return Problem(path, f"cannot be read ({error.strerror}); remove it")
-    if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:  # a pipe would keep us waiting
-        return Problem(path, f"not a file of at most {MOST_BYTES} bytes; remove it")
     return _read(path, status.st_mtime_ns, status.st_size, status.st_ino)
 
 
@@ -156,9 +151,9 @@ def warn_once(problem: Problem) -> None:
 def _read(path: Path, modified: int, size: int, inode: int) -> Record | Problem:
     """Cached by all that says whether a file is still the same."""
     try:
-        records = records_from(path.read_bytes())
-    except OSError as error:
-        return Problem(path, f"cannot be read ({error.strerror}); give yourself permission or remove it")
+        records = read_records(path)
+    except FileNotFoundError:
+        return Problem(path, "was removed while it was being read")
     except TunedError as error:
         return Problem(path, str(error))
     if len(records) != 1:

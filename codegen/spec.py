@@ -125,8 +125,9 @@ class FeatureSpec:
     table: str
     """The name of the table that its ids are rows of."""
     pooling: Pooling = "sum"
-    """What becomes of a bag's rows: their sum, their mean, their sum divided by the square root of their number
-    (sqrtn), the maximum of each column, the rows side by side (concat), or each row by itself (none)."""
+    """What becomes of a bag's rows: their sum; their mean, which weights weigh; their sum divided by the square root of
+    their number or, with weights, of the sum of squared weights (sqrtn); the maximum of each column; the rows side by
+    side (concat); each row by itself (none)."""
     weighted: bool = False
     """Whether every id comes with a weight that its row is multiplied by."""
     hotness: Count | None = None
@@ -134,7 +135,8 @@ class FeatureSpec:
     columns. For any other pooling: the usual number of ids of a bag, from which verify, bench and tune make their
     batches; no kernel depends on it, and longer bags are as good."""
     padding_idx: Count | None = None
-    """The id that stands for no id: it adds nothing to its bag, counts for no mean, and its row is never trained."""
+    """The id that stands for no id: pools are made without it. With `concat` and `none` its row is looked up as any
+    other. This feature never trains that row."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)

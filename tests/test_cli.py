@@ -315,6 +315,18 @@ def test_cache_lists_and_clears(tiny: str, tmp_path: Path, fresh_cache: Path) ->
     assert run_json("cache", "ls")["kernels"] == []
 
 
+def test_an_example_that_is_misspelt_and_a_directory_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run("gen", "dlmr", "--target", "cpu", "--out", "out", code=2).stderr
+    assert "dlmr: no such spec file, and no such example (did you mean 'dlrm'?); examples: dlrm, " in told
+    Path("shop.toml").write_text(TINY)
+    assert "(did you mean 'shop.toml'?)" in run("gen", "shpo.toml", "--target", "cpu", "--out", "out", code=2).stderr
+    Path("llm_vocab").mkdir()
+    assert load_spec("llm_vocab").name == "llm_vocab"
+
+
 def test_schema_is_the_specs() -> None:
     assert json.loads(run("schema").stdout) == run_json("schema") == json_schema()
 

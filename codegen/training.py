@@ -17,6 +17,7 @@ from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
 from embforge.codegen.suggestions import did_you_mean
+from embforge.codegen.targets import check_plan
 
 RULES: dict[str, Callable[[], Rule]] = {
     rule.__name__: rule
@@ -72,7 +73,7 @@ def training_plans(
 
     `forward`, `train` (the forward before a backward, often the same), `weight_gradient` if a feature is weighted; with
     an update `backward`, without one or if gradients accumulate `reduce`; if they accumulate, `step` and `merge` on the
-    rowwise spec.
+    rowwise spec. `PlanError` for a plan that no compiler would take.
     """
     params_behind = backward_params or params_type(target, "backward")()
 
@@ -91,6 +92,8 @@ def training_plans(
     if accumulate:
         rowwise = rowwise_spec(spec)
         plans |= {"step": plan("backward", rowwise, "int64"), "merge": plan("reduce", rowwise, "int64")}
+    for made in plans.values():
+        check_plan(made)
     return plans
 
 

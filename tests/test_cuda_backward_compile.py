@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from training import RULES, plan_of
 
+from embforge import optim
 from embforge.codegen.build import build, source_of
+from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
+from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CudaBackwardParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.targets import check_plan
 from embforge.codegen.targets.arch import ARCHS
 from embforge.codegen.targets.cuda_backward_geometry import row_buckets
+from embforge.codegen.targets.cuda_backward_shared import SCALARS, shared_bytes
+from embforge.collection import EmbeddingCollection
+from embforge.pairwise import covering
 
 USUAL = CollectionSpec((TableSpec("t", 100_000, 128),), (FeatureSpec("f", "t"),), name="d128")
 MIXED = CollectionSpec(
@@ -132,3 +140,79 @@ def test_thousands_of_features_compile() -> None:
 def test_simt_runs_the_same_symbols() -> None:
     plan = plan_of(USUAL, builtin.sgd())
     assert plan.symbol == cuda_plan(USUAL, builtin.sgd(), "sm_90").uri
+
+
+FEW_LANES = {
+    output: CollectionSpec((TableSpec("t", 1000, 8, "fp16"),), (FeatureSpec("f", "t"),), output, name="few_lanes")
+    for output in ("fp32", "fp16")
+}
+"""A row is one or two lanes, so that a block holds the sums of as many rows as it can."""
+
+
+def test_a_block_without_the_shared_memory_is_refused_when_its_plan_is_made() -> None:
+    message = r"plan field block=512: a block of op 'backward' needs 49216 bytes of shared memory.*allowed: 49152"
+    for arch in ("sm_75", "sm_90"):
+        with pytest.raises(PlanError, match=message):
+            source_of(cuda_plan(FEW_LANES["fp16"], builtin.rowwise_adagrad(), arch, block=512))
+    with pytest.raises(PlanError, match=message):
+        EmbeddingCollection(
+            FEW_LANES["fp16"],
+            backend="simt",
+            optimizer=optim.RowwiseAdagrad(lr=0.1),
+            backward_params=CudaBackwardParams(block=512),
+        )
+    sequences = tuple(FeatureSpec(f"f{i}", "t", "none", weighted=True) for i in range(2100))
+    many = CollectionSpec((TableSpec("t", 1000, 8),), sequences, name="many_rows")
+    for op, rule in (("backward", builtin.sgd()), ("reduce", None), ("weight_gradient", None)):
+        with pytest.raises(PlanError, match="50400 for 2100 'none' features"):
+            source_of(cuda_plan(many, rule, "sm_90", op))
+
+
+def check_compiles(plan: Plan) -> bool:
+    """Compiles a plan unless it is refused; the shared memory that was counted is what the machine code has."""
+    try:
+        check_plan(plan)
+    except PlanError:
+        return False
+    taken = max(kernel["shared_bytes"] for kernel in build(plan, resources=True).resources)
+    assert taken <= shared_bytes(plan) <= taken + SCALARS + 8, plan.uri
+    return True
+
+
+@pytest.mark.parametrize(
+    ("rule", "arch", "op", "output"),
+    [
+        (builtin.rowwise_adagrad(), "sm_75", "backward", "fp32"),
+        (builtin.rowwise_adagrad(), "sm_90", "backward", "fp32"),
+        (None, "sm_90", "reduce", "fp16"),
+    ],
+)
+def test_the_largest_blocks_of_short_rows_compile(rule: Rule | None, arch: str, op: str, output: str) -> None:
+    assert check_compiles(cuda_plan(FEW_LANES[output], rule, arch, op, block=512))
+
+
+COVERED = covering(
+    {
+        "op": ["weight_gradient", "reduce", *RULES],
+        "dim": [1, 2, 4, 8, 16, 33, 1000],
+        "dtype": list(TABLE_DTYPES),
+        "output": list(OUTPUT_DTYPES),
+        "pooling": ["sum", "mean", "none"],
+        "arch": ["sm_75", "sm_90"],
+        **{item.name: item.metadata["choices"] for item in fields(CudaBackwardParams)},
+    }
+)
+"""Plans of one table in which any two choices meet."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chosen", COVERED, ids=lambda chosen: "-".join(str(v)[:16] for v in chosen.values()))
+def test_every_allowed_plan_compiles_or_is_refused(chosen: dict[str, Any]) -> None:
+    chosen = dict(chosen)
+    op, dim, dtype, output, pooling, arch = (
+        chosen.pop(name) for name in ("op", "dim", "dtype", "output", "pooling", "arch")
+    )
+    feature = FeatureSpec("f", "t", pooling, weighted=True)
+    spec = CollectionSpec((TableSpec("t", 1000, dim, dtype),), (feature,), output, name="covered")
+    rule, op = (op, "backward") if isinstance(op, Rule) else (None, op)
+    check_compiles(cuda_plan(spec, rule, arch, op, **chosen))

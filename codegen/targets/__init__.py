@@ -49,3 +49,17 @@ def target_named(name: str) -> Target:
     from embforge.codegen.targets.cuda import CUDA
 
     return CUDA
+
+
+def check_plan(plan: Plan) -> None:
+    """`PlanError` for a plan whose kernels no compiler would take, before anything is rendered."""
+    if plan.target not in ("cuda", "simt"):
+        return
+    if plan.op.startswith("forward"):
+        from embforge.codegen.targets.cuda_geometry import geometry_of
+
+        geometry_of(plan)
+    else:
+        from embforge.codegen.targets.cuda_backward_shared import check_shared
+
+        check_shared(plan)

@@ -36,6 +36,7 @@ from embforge.codegen.targets.cuda_backward_geometry import (
     sums_rows,
 )
 from embforge.codegen.targets.cuda_backward_launch import EACH, KERNELS, BackwardShape, backward_shape, symbol_of
+from embforge.codegen.targets.cuda_backward_shared import check_shared
 
 TITLES = {
     "backward": "Fused backward and update of embedding rows",
@@ -55,7 +56,8 @@ FEATURE_RECORD, SLOT_RECORD = 80, 16
 
 
 def backward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/backward.cu.j2` names."""
+    """Everything `cuda/backward.cu.j2` names. `PlanError` for a plan that cannot work."""
+    check_shared(plan)
     buckets = row_buckets(plan)
     update = plan.update
     firsts, tables = key_firsts(plan), key_tables(plan)

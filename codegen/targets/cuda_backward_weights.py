@@ -17,6 +17,7 @@ from embforge.codegen.targets.cuda_backward_geometry import (
     row_buckets,
 )
 from embforge.codegen.targets.cuda_backward_launch import symbol_of
+from embforge.codegen.targets.cuda_backward_shared import check_shared
 from embforge.codegen.targets.cuda_launch import KernelLaunch
 
 KERNELS = ("dots", "shares")
@@ -24,10 +25,11 @@ KERNELS = ("dots", "shares")
 
 
 def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/weight_gradient.cu.j2` names. `PlanError` if there are no weights."""
+    """Everything `cuda/weight_gradient.cu.j2` names. `PlanError` if there are no weights, or no room."""
     buckets = _buckets(plan)
     if not buckets:
         raise PlanError(f"plan field op={plan.op!r} does not fit a collection without a weighted feature")
+    check_shared(plan)
     of_table = {table: b.index for b in buckets for table in b.tables}
     row_bytes = {b.elements * DTYPES[b.dtype].bytes for b in buckets}
     facts = common_facts(plan, {b.dtype for b in buckets} | {b.item for b in buckets})

@@ -571,7 +571,7 @@ extern "C" int64_t weight_gradient_cpu_avx512_mixed_13t_23f_int64_00a617099d(
         const int64_t first = job % shares * BAGS, last = std::min(first + BAGS, batch);
         if (RUN[f] == nullptr) {
             const int64_t begin = call.position(f, first), end = call.position(f, last);
-            memset(weight_gradient + begin, 0, (end - begin) * sizeof(float));
+            if (begin < end) memset(weight_gradient + begin, 0, (end - begin) * sizeof(float));
         } else if (!RUN[f](call, f, sequence_begin[f], first, last)) {
             good = false;
         }

@@ -27,8 +27,7 @@ def _build_image(plan: Plan, *, kernels: Path | None = None, **more: Any) -> bui
 def pytest_configure(config: pytest.Config) -> None:
     stack = ExitStack()
     stack.enter_context(emulated())
-    for home in ("kernels", "stages"):
-        stack.enter_context(mock.patch(f"embforge.launch.{home}.build", _build_image))
+    stack.enter_context(mock.patch("embforge.launch.building.build", _build_image))
     config.add_cleanup(stack.close)
 
 

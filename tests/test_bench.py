@@ -16,7 +16,8 @@ from benchmarks.suites import FORWARD, TRAINING
 from benchmarks.workloads import BenchWorkload, read_workloads
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.bench import bench_spec
+from embforge.tuner import bench
+from embforge.tuner.bench import bench_spec, filled_module
 from embforge.tuner.bench_report import BenchReport, Timing
 from embforge.tuner.measure import Ratio
 from embforge.tuner.peers import PeerUnavailableError, fbgemm_peer, fill_table, peer_named, torch_peer
@@ -71,6 +72,37 @@ def test_sequences_are_benched_through_forward_dict() -> None:
     spec = CollectionSpec((TableSpec("vocabulary", 64, 32, "bf16"),), (FeatureSpec("tokens", "vocabulary", "none"),))
     report = bench_spec(spec, against=("torch",), workload="len=fixed:4,batch=8", seconds=0)
     assert report.disagreeing == ()
+
+
+MIXED = CollectionSpec(
+    (TableSpec("wide", 60, 8), TableSpec("narrow", 60, 8, "bf16")),
+    (FeatureSpec("w", "wide"), FeatureSpec("n", "narrow")),
+    name="mixed",
+)
+
+
+def test_tables_of_several_types_are_compared_by_the_type_of_each() -> None:
+    """torch joins fp32 and bf16 bags in fp32, whose tolerance a bag rounded to bf16 does not keep."""
+    batches = [make_batch(MIXED, parse("len=fixed:3,batch=16"), seed) for seed in range(2)]
+    exact = replace(torch_peer(MIXED), rounded_to=(torch.float32, torch.float32))
+    with torch.no_grad():
+        ours = bench.our_contender(filled_module(MIXED, backend="reference"), "cpu")
+        differences, disagreeing = bench.compare([ours, torch_peer(MIXED)], batches)
+        assert bench.compare([ours, exact], batches)[1] == ("torch",)
+    assert disagreeing == () and differences["torch"] > bench.TOLERANCE[torch.float32]
+
+
+def test_a_wrong_feature_of_the_finer_type_is_noticed_beside_a_coarser_one() -> None:
+    batches = [make_batch(MIXED, parse("len=fixed:3,batch=16"))]
+    peer = torch_peer(MIXED)
+
+    def off(result: object) -> list[torch.Tensor]:
+        wide, narrow = peer.outputs(result)
+        return [wide * (1 + 1e-3), narrow]  # within bf16's tolerance, which is not this feature's
+
+    with torch.no_grad():
+        ours = bench.our_contender(filled_module(MIXED, backend="reference"), "cpu")
+        assert bench.compare([ours, replace(peer, outputs=off)], batches)[1] == ("torch",)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")

@@ -24,7 +24,7 @@ from embforge.tuner.bench_report import (
 )
 from embforge.tuner.limit import gather_limit
 from embforge.tuner.measure import Contender, measure
-from embforge.tuner.peers import PEERS, Peer, PeerUnavailableError, fill_table, peer_named
+from embforge.tuner.peers import PEERS, Peer, PeerUnavailableError, fill_table, output_types, peer_named
 from embforge.tuner.quiet import Clocks, others_since
 from embforge.tuner.workload import Batch, Workload, make_batch, parse
 
@@ -36,7 +36,8 @@ SWEEP_SHARE = 0.15
 """Part of the time that goes into finding the limit's best prefetch."""
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest difference between two libraries' results of that type, relative to the largest number in them."""
+"""Largest difference between two libraries' results that are rounded to that type, relative to the largest number in
+them: of two types the coarser decides, feature by feature."""
 
 
 def bench_spec(
@@ -66,7 +67,7 @@ def bench_spec(
     with torch.no_grad():
         module = filled_module(spec, device=on, params=params) if ours else None
         if module is not None:
-            comparable.append(_our_contender(module, on))
+            comparable.append(our_contender(module, on))
         for name in against:
             try:
                 comparable.append(peer_named(name, spec, batches, on))
@@ -74,7 +75,7 @@ def bench_spec(
                 skipped[name] = str(error)
         contenders += comparable
         notes |= {peer.name: peer.note for peer in comparable}
-        differences, disagreeing = _compare(comparable, batches[:2])
+        differences, disagreeing = compare(comparable, batches[:2])
         if limit and on == "cpu":
             best = gather_limit(spec, tables_of(spec, module)).best(batches, seconds * SWEEP_SHARE)
             contenders.append(best)
@@ -146,7 +147,8 @@ def table_bytes(spec: CollectionSpec) -> int:
     return sum(t.table.num_embeddings * t.stride_bytes for t in layout_of(spec).tables)
 
 
-def _our_contender(module: EmbeddingCollection, device: str) -> Peer:
+def our_contender(module: EmbeddingCollection, device: str) -> Peer:
+    """A module's lookup."""
     pooled = not module.layout.sequence_features
     widths = [placed.width for placed in module.layout.features]
 
@@ -160,10 +162,10 @@ def _our_contender(module: EmbeddingCollection, device: str) -> Peer:
     def outputs(result: Any) -> list[Tensor]:
         return list(result.split(widths, 1)) if pooled else list(result.values())
 
-    return Peer(OURS, module.plan().uri, prepare, run, outputs)
+    return Peer(OURS, module.plan().uri, prepare, run, outputs, output_types(module.spec))
 
 
-def _compare(contenders: Sequence[Peer], batches: Sequence[Batch]) -> tuple[dict[str, float], tuple[str, ...]]:
+def compare(contenders: Sequence[Peer], batches: Sequence[Batch]) -> tuple[dict[str, float], tuple[str, ...]]:
     """Every contender's largest relative difference from the first, and who differs more than rounding explains."""
     differences = {peer.name: 0.0 for peer in contenders[1:]}
     disagreeing: list[str] = []
@@ -174,10 +176,11 @@ def _compare(contenders: Sequence[Peer], batches: Sequence[Batch]) -> tuple[dict
             if position == 0:
                 expected = got
                 continue
-            for ours, theirs in zip(expected, got, strict=True):
+            types = zip(contenders[0].rounded_to, peer.rounded_to, strict=True)
+            for ours, theirs, rounded_to in zip(expected, got, types, strict=True):
                 scale = max(1e-30, float(ours.abs().max())) if ours.numel() else 1.0
                 difference = float((ours.float() - theirs.float()).abs().max()) / scale if ours.numel() else 0.0
-                allowed = max(TOLERANCE[ours.dtype], TOLERANCE[theirs.dtype])
+                allowed = max(TOLERANCE[dtype] for dtype in rounded_to)
                 differences[peer.name] = max(differences[peer.name], difference)
                 if not difference <= allowed and peer.name not in disagreeing:  # a NaN is a difference
                     disagreeing.append(peer.name)

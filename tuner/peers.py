@@ -7,7 +7,7 @@ likes best: the torch loop gets each feature's ids and offsets ready cut, FBGEMM
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,8 @@ class Peer:
     run: Callable[[Any], Any]
     outputs: Callable[[Any], list[Tensor]]
     """What `run` returned as one tensor a feature, in the spec's order."""
+    rounded_to: tuple[torch.dtype, ...]
+    """The type to which the library rounds each feature's results; a tensor that joins several may have a wider one."""
 
 
 def torch_peer(spec: CollectionSpec, device: str = "cpu") -> Peer:
@@ -81,7 +83,8 @@ def torch_peer(spec: CollectionSpec, device: str = "cpu") -> Peer:
         return torch.cat(results, 1) if pooled and len(results) > 1 else results
 
     note = "nn.EmbeddingBag a feature, then cat" if len(modules) > 1 else f"nn.{type(modules[0]).__name__}"
-    return Peer("torch", note, prepare, run, lambda result: _columns(spec, result))
+    rounded_to = tuple(weights[feature.table].dtype for feature in spec.features)
+    return Peer("torch", note, prepare, run, lambda result: _columns(spec, result), rounded_to)
 
 
 def check_torch(spec: CollectionSpec) -> None:
@@ -110,7 +113,12 @@ def fbgemm_peer(spec: CollectionSpec, batches: Sequence[Batch], device: str = "c
 
 
 def _renamed(peer: Peer, name: str) -> Contender:
-    return Peer(name, peer.note, peer.prepare, peer.run, peer.outputs)
+    return replace(peer, name=name)
+
+
+def output_types(spec: CollectionSpec) -> tuple[torch.dtype, ...]:
+    """The type of each feature's results where all have the spec's."""
+    return (getattr(torch, DTYPES[spec.output_dtype].torch_name),) * len(spec.features)
 
 
 def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
@@ -261,7 +269,7 @@ def _fbgemm_contender(spec: CollectionSpec, note: str, module: Any, device: str)
     def run(arguments: tuple[Tensor, ...]) -> Any:
         return module(*arguments)
 
-    return Peer("fbgemm", note, prepare, run, partial(_fbgemm_outputs, spec))
+    return Peer("fbgemm", note, prepare, run, partial(_fbgemm_outputs, spec), output_types(spec))
 
 
 def _fbgemm_outputs(spec: CollectionSpec, result: Tensor) -> list[Tensor]:

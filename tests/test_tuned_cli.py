@@ -72,6 +72,15 @@ def test_ls_lists_results_and_problems(user: Path, tmp_path: Path) -> None:
     assert "none: the default is best" in run("tuned", "ls", "--spec", spec).stdout
 
 
+def test_ls_keeps_ids_gains_and_workloads_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    save(record_of(workload="zipf:1.05,len=geo:20,batch=2048"), "user")
+    text = run("tuned", "ls").stdout
+    assert max(map(len, text.split("\nproject:")[0].splitlines())) <= 80 and "…" not in text
+    for part in (ID, "user", "1.23", "2026-01-31", "zipf:1.05,len=geo:20,batch=2048", "prefetch_bytes=1024"):
+        assert part in text
+
+
 def test_show_by_id_and_by_file() -> None:
     path = save(record_of(notes=("rows of 66 bytes: 64 would be faster",), study="s-1"), "user")
     for name in (ID, ID[:3], ID.upper(), path):

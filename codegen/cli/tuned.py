@@ -188,18 +188,29 @@ def remove(results: Sequence[str], origin: Path | None, as_json: bool) -> None:
 
 
 def result_table(found: Sequence[Stored]) -> Table:
-    """A line a result."""
+    """A few lines per result, so that ids and gains stay whole in 80 columns."""
+    from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("id", "store", "op", "for", "hardware", "workload", "x default", "changed fields", "when")
-    for one in found:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("id", no_wrap=True)
+    table.add_column("store", no_wrap=True)
+    table.add_column("x default", justify="right", no_wrap=True)
+    table.add_column("when", no_wrap=True)
+    table.add_column("op, spec, hardware, workload, changed fields", overflow="fold")
+    for place, one in enumerate(found):
         record, shape = one.record, one.record.key.shape
-        op = " ".join(filter(None, (record.key.op, record.key.target, record.key.rule, *_unusual(record.key))))
+        lines = (
+            " ".join(filter(None, (record.key.op, record.key.target, record.key.rule, *_unusual(record.key)))),
+            f"{shape.features} x {shape.dim:.0f} {'/'.join(shape.dtypes)} on {record.key.hardware.name}",
+            record.workload,
+            _changed(record),
+        )
         gain = "-" if _dropped_here(record) else f"{record.gain.median:.2f}"
-        what = f"{shape.features} x {shape.dim:.0f} {'/'.join(shape.dtypes)}"
-        cells = (op, what, record.key.hardware.name, record.workload, gain, _changed(record), record.created[:10])
-        table.add_row(_id(record), one.store, *map(escape, cells))
+        last = place == len(found) - 1
+        cells = (_id(record), one.store, gain, record.created[:10], escape("\n".join(lines)))
+        table.add_row(*cells, end_section=not last)
     return table
 
 

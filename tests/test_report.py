@@ -238,6 +238,30 @@ def test_text_is_readable_in_both_themes(theme: int) -> None:
             assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{name} on {ground}"
 
 
+LONG = "trace:recordings/2026-01/evening-traffic-of-the-home-page.npz,len=skew:4:400:0.04,batch=2048"
+
+
+def test_no_workload_is_cut_and_every_mark_is_explained() -> None:
+    report = sample()
+    assert report.finals is not None
+    compared = (replace(report.finals.comparisons[0], workload=LONG),)
+    text = page(replace(report, finals=replace(report.finals, comparisons=compared)))
+    assert LONG in section(text, "finals").split("<svg")[0] and "…" not in text
+    for name, marks in {
+        "finals": ("median of the paired rounds", "95 % interval", "as fast as the default", "noise floor: a gain"),
+        "history": ("that was timed", "the fastest so far", "1×: the time of the default", "a trial that failed"),
+        "slices": (
+            "a trial",
+            "median of the choice",
+            "its fastest trial",
+            "the time of the default",
+            "what is used now",
+        ),
+    }.items():
+        key = section(text, name).split('<ul class="key">')[1].split("</ul>")[0]
+        assert all(mark in key for mark in marks), name
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
@@ -277,3 +301,11 @@ def test_the_browser_check_can_fail(tmp_path: Path) -> None:
     (tmp_path / "out.html").write_text(text)
     document, said = browse(tmp_path / "out.html", tmp_path / "profile", "1100,900")
     assert "nowhere is not defined" in said and "drawn outside" in document.split(">", 2)[1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_sees_labels_that_lie_over_each_other(tmp_path: Path) -> None:
+    text = page(sample(8))
+    (tmp_path / "out.html").write_text(re.sub(r'(<text class="tick[^>]*) x="[\d.]+"', r'\1 x="150"', text))
+    document, _ = browse(tmp_path / "out.html", tmp_path / "profile", "1100,900")
+    assert "lies over" in document.split(">", 2)[1]

@@ -31,7 +31,7 @@ class Axis:
     def at(self, value: float) -> float:
         """The pixel of a value."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
-        return round(self.start + share * (self.end - self.start), 1)
+        return round(self.start + share * (self.end - self.start), 2)
 
     def ticks(self, most: int = 6) -> tuple[Tick, ...]:
         """Round values within the axis, 1 among them where it is within."""
@@ -92,8 +92,8 @@ class History:
 def history(trials: Sequence[tuple[int, str, float | None]]) -> History:
     """The picture of trials `(number, kind, score)`, in the order of their numbers."""
     kinds = [kind for kind in FAILURES if any(kind == k for _, k, _ in trials)]
-    width, left, top, bottom = 860.0, 52.0, 12.0, 262.0
-    right = 750.0 if kinds else 844.0  # lanes are named beside them
+    width, top, bottom, right = 860.0, 12.0, 262.0, 844.0
+    left = 108.0 if kinds else 52.0  # lanes are named beside them
     height = bottom + 20.0 * len(kinds) + 34.0
     axis = axis_of([score for _, _, score in trials if score is not None], bottom, top)
     count = max((number for number, _, _ in trials), default=0)
@@ -210,7 +210,6 @@ class Interval:
     """How many times faster, on one workload."""
 
     label: str
-    y: float
     x: float
     low: float
     high: float
@@ -219,13 +218,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Forest:
-    """Gains with their intervals, one workload a line, and the band in which a gain does not count."""
+    """Gains with their intervals, one workload a strip, and the band in which a gain does not count.
 
-    width: float
-    height: float
-    left: float
-    right: float
-    bottom: float
+    Places are percents of the page's width, so that letters keep their size on a narrow one.
+    """
+
     intervals: tuple[Interval, ...]
     ticks: tuple[Tick, ...]
     one: float
@@ -234,23 +231,14 @@ class Forest:
 
 def forest(gains: Mapping[str, tuple[float, float, float]], floor: float) -> Forest:
     """The picture of `(median, low, high)` by workload."""
-    left, right = 270.0, 836.0
-    bottom = 14.0 + 30.0 * len(gains)
     edges = [value for gain in gains.values() for value in gain]
-    axis = axis_of([*edges, 1 + floor, 1 / (1 + floor)], left, right)
+    axis = axis_of([*edges, 1 + floor, 1 / (1 + floor)], 5.0, 95.0)
     intervals = tuple(
-        Interval(
-            label,
-            25.0 + 30.0 * place,
-            axis.at(median),
-            axis.at(low),
-            axis.at(high),
-            f"{median:.3f}× ({low:.3f} to {high:.3f})",
-        )
-        for place, (label, (median, low, high)) in enumerate(gains.items())
+        Interval(label, axis.at(median), axis.at(low), axis.at(high), f"{median:.3f}× ({low:.3f} to {high:.3f})")
+        for label, (median, low, high) in gains.items()
     )
     band = (axis.at(1 / (1 + floor)), axis.at(1 + floor))
-    return Forest(860.0, bottom + 40.0, left, right, bottom, intervals, axis.ticks(8), axis.at(1), band)
+    return Forest(intervals, axis.ticks(), axis.at(1), band)
 
 
 def _round_step(step: float) -> float:

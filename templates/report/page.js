@@ -27,11 +27,18 @@ const faults = [];
 for (const drawing of document.querySelectorAll("svg")) {
   const name = drawing.getAttribute("aria-label");
   if (/NaN|Infinity|undefined/.test(drawing.innerHTML)) faults.push(`${name}: a place is not a number`);
-  const box = drawing.viewBox.baseVal;
-  for (const part of drawing.querySelectorAll("circle, path, rect, line")) {
+  const box = drawing.hasAttribute("viewBox") ? drawing.viewBox.baseVal : drawing.getBoundingClientRect();
+  const labels = [];
+  for (const part of drawing.querySelectorAll("circle, path, rect, line, text")) {
     const { x, y, width, height } = part.getBBox();
     if (x < -1 || y < -1 || x + width > box.width + 1 || y + height > box.height + 1) faults.push(`${name}: drawn outside`);
+    if (part.tagName === "text") labels.push({ x, y, width, height, text: part.textContent });
   }
+  labels.forEach((a, place) => {
+    const meets = (b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
+    const over = labels.slice(place + 1).find(meets);
+    if (over) faults.push(`${name}: ${a.text} lies over ${over.text}`);
+  });
 }
 if (document.documentElement.scrollWidth > document.documentElement.clientWidth + 1) faults.push("wider than the window");
 document.documentElement.dataset.checked = faults.length ? faults[0] : "well";

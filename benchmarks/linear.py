@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.criteria import Verdict
-from benchmarks.page import PAGE, facts_line, replace_between
+from benchmarks.page import PAGE, facts_line, replace_between, target_lines
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.tuner.bench_report import last_level_cache_bytes, machine_facts
@@ -184,8 +184,7 @@ def costs_markdown(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: 
     lines += [f"| {' | '.join(HEADINGS)} |", "|" + "--:|" * len(HEADINGS)]
     lines += [f"| {' | '.join(_cells(cost))} |" for cost in costs]
     lines.append("")
-    lines += [f"- {'pass' if v.passed else '**miss**'}: {v.criterion}; measured {v.measured}." for v in verdicts]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, target_lines([("", v) for v in verdicts])])
 
 
 HEADINGS = ("ids", "distinct rows", "step ms", "step ns an id", "backward ms", "backward ns an id")

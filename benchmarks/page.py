@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.criteria import Verdict
+from benchmarks.criteria import Verdict, geometric_mean
 from benchmarks.plot import draw
 from benchmarks.suites import FORWARD, Suite
 from benchmarks.workloads import BenchWorkload
@@ -26,9 +26,15 @@ def write_page(
     overall: Sequence[Verdict],
     suite: Suite = FORWARD,
 ) -> Path:
-    """Replaces the suite's results in docs/benchmarks.md and draws its plot. `ValueError` without the markers."""
+    """Replaces the suite's results and targets in docs/benchmarks.md and draws its plot.
+
+    `ValueError` without the markers.
+    """
     page = docs / PAGE
-    replace_between(page, suite.begin, suite.end, results_markdown(workloads, reports, verdicts, overall, suite))
+    replace_between(page, suite.begin, suite.end, results_markdown(workloads, reports, verdicts, suite))
+    named = [(f"{w.name}: ", v) for w, judged in zip(workloads, verdicts, strict=True) for v in judged]
+    lines = target_lines([*(("", v) for v in overall), *(pair for pair in named if not pair[1].passed)])
+    replace_between(page, suite.begin_targets, suite.end_targets, lines)
     draw(docs / suite.plot, workloads, reports, suite)
     return page
 
@@ -52,19 +58,21 @@ def results_markdown(
     workloads: Sequence[BenchWorkload],
     reports: Sequence[BenchReport],
     verdicts: Sequence[Sequence[Verdict]],
-    overall: Sequence[Verdict],
     suite: Suite = FORWARD,
 ) -> str:
-    """The machine, the plot, a table of all workloads and every criterion that was missed."""
+    """How much faster in a sentence, the machine, the plot and how to read it, and a table of all workloads."""
     training = suite.name == "training"
     names = [SPELLED.get(name, name) for name in suite.columns]
     shares = ["of the limit", *(["of both limits"] if training else [])]
-    headings = ["workload", "load", *names, "vs torch", "vs FBGEMM", *shares, "verdict"]
+    headings = ["workload", "load", *names, "vs torch", "vs FBGEMM", *shares, "targets"]
     numbers = len(headings) - 3
     lines = [
+        *summary_lines(workloads, reports, suite),
         facts_line(reports[0].machine),
         "",
         f"![Speed against torch and FBGEMM, and share of the {suite.limit}, by workload]({suite.plot})",
+        "",
+        *caption_lines(suite),
         "",
         f"Times in microseconds a {'step' if training else 'call'} (medians); ratios are medians of paired rounds with "
         "their 95 % interval.",
@@ -76,15 +84,52 @@ def results_markdown(
         times = [_time(report, name) for name in suite.columns]
         ratios = [_ratio(report, name) for name in PEERS]
         of = [report.limit_share, *([report.both_share] if training else [])]
-        passed = "pass" if all(v.passed for v in judged) else "**miss**"
-        cells = [workload.name, f"`{workload.load}`", *times, *ratios, *map(_share, of), passed]
+        reached = word_for(all(v.passed for v in judged))
+        cells = [workload.name, f"`{workload.load}`", *times, *ratios, *map(_share, of), reached]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- {_word(v)}: {v.criterion}; measured {v.measured}." for v in overall)]
-    for workload, judged in zip(workloads, verdicts, strict=True):
-        lines += [f"- **miss**: {workload.name}: {v.criterion}; measured {v.measured}." for v in judged if not v.passed]
     reasons = {f"{name}: {why}" for report in reports for name, why in report.skipped.items()}
-    lines += [f"- Left out: {reason}." for reason in sorted(reasons)]
+    lines += ["", *(f"- Left out: {reason}." for reason in sorted(reasons))] if reasons else []
     return "\n".join(lines) + "\n"
+
+
+def summary_lines(workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport], suite: Suite) -> list[str]:
+    """How many times as fast as the faster peer, over all workloads with more than one sample; none without peers."""
+    pairs = zip(workloads, reports, strict=True)
+    speedups = [r.speedup for w, r in pairs if w.group != "overhead" and r.speedup is not None]
+    mean = geometric_mean(workloads, reports)
+    if mean is None:
+        return []
+    what = "Training steps" if suite.name == "training" else "Lookups of whole batches"
+    return [
+        f"**{what} are {min(speedups):.1f} to {max(speedups):.1f} times as fast as with the faster of torch and "
+        f"FBGEMM, {mean:.1f} times in the geometric mean over {len(speedups)} workloads.**",
+        "",
+    ]
+
+
+def caption_lines(suite: Suite) -> list[str]:
+    """What each mark of the plot means."""
+    bars = suite.bars
+    changed = "changed" if suite.name == "training" else "read"
+    return [
+        "*How to read it.* Left: a dot per peer, at how many times as fast as it embforge is; the stroke through a dot "
+        "is the 95 % interval. The solid line is equal speed, the dashed one the target over the faster peer "
+        f"({bars.over_peers:g}×). Right: the speed at which rows can be {changed} at all on this machine (the "
+        f"{suite.limit}) is 100 %, the solid line; a bar is the share of it that embforge reaches, and the dashed line "
+        f"the target for tables far past the cache ({bars.of_limit_large:.0%}).",
+    ]
+
+
+def target_lines(named: Sequence[tuple[str, Verdict]]) -> str:
+    """A line per target with the name of its workload, if it has one: whether it is reached, and what was measured."""
+    words = {True: "target reached", False: "**target not reached**"}
+    lines = [f"- {words[v.passed]}: {where}{v.criterion}; measured {v.measured}." for where, v in named]
+    return "\n".join(lines) + "\n"
+
+
+def word_for(passed: bool) -> str:
+    """How the page says whether targets are reached."""
+    return "reached" if passed else "**not reached**"
 
 
 def _time(report: BenchReport, name: str) -> str:
@@ -101,7 +146,3 @@ def _ratio(report: BenchReport, name: str) -> str:
 
 def _share(ratio: Ratio | None) -> str:
     return f"{ratio.median:.1%}" if ratio else "-"
-
-
-def _word(verdict: Verdict) -> str:
-    return "pass" if verdict.passed else "**miss**"

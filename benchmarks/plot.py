@@ -69,11 +69,11 @@ def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport],
     axes.axvline(1, color=INK, linewidth=1)
     asked = suite.bars.over_peers
     axes.axvline(asked, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    _name_line(axes, asked, f"{asked:g}×")
+    _name_line(axes, asked, f"target {asked:g}×")
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.9), high * 1.1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-    axes.set_title("Times as fast as …", loc="left", fontsize=11, color=INK, pad=22)
+    axes.set_title("embforge is so many times as fast as …", loc="left", fontsize=11, color=INK, pad=22)
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, frameon=False, fontsize=9,
                 handletextpad=0.2, borderpad=0)  # fmt: skip
 
@@ -89,16 +89,16 @@ def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport],
     axes.axvline(1, color=INK, linewidth=1)
     asked = suite.bars.of_limit_large
     axes.axvline(asked, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    _name_line(axes, asked, f"{asked:.0%}")
+    _name_line(axes, asked, f"target {asked:.0%}", left=True)
     axes.set_xlim(0, max([1.04, *(s + 0.04 for s, _ in shares)]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_title(f"Share of the {suite.limit}", loc="left", fontsize=11, color=INK, pad=22)
 
 
-def _name_line(axes: Any, x: float, text: str) -> None:
-    """What is asked, in small print above its dashed line."""
-    axes.annotate(text, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(2, -7), textcoords="offset points",
-                  fontsize=7.5, color=MUTED)  # fmt: skip
+def _name_line(axes: Any, x: float, text: str, *, left: bool = False) -> None:
+    """What a dashed line is, in small print at its top."""
+    axes.annotate(text, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(-2 if left else 2, -7),
+                  textcoords="offset points", ha="right" if left else "left", fontsize=7.5, color=MUTED)  # fmt: skip
 
 
 def _heights(workloads: Sequence[BenchWorkload]) -> list[float]:

@@ -21,7 +21,7 @@ from torch import multiprocessing
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.criteria import Verdict
-from benchmarks.page import PAGE, facts_line, replace_between
+from benchmarks.page import PAGE, facts_line, replace_between, target_lines, word_for
 from benchmarks.sharded_cases import Case, read_cases
 from benchmarks.sharded_ranks import PLANS, TOLERANCE, TORCHREC, Outcome, Task, run_rank
 from embforge.codegen.machine import package_version
@@ -129,7 +129,8 @@ def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
     return verdicts
 
 
-HEADINGS = ("case", "plan", "ranks", "embforge ms", "TorchRec ms", "vs TorchRec", "verdict")
+REACHED, NOT_REACHED = word_for(True), word_for(False)
+HEADINGS = ("case", "plan", "ranks", "embforge ms", "TorchRec ms", "vs TorchRec", "targets")
 
 
 def results_table(outcomes: Sequence[Outcome]) -> Table:
@@ -140,8 +141,8 @@ def results_table(outcomes: Sequence[Outcome]) -> Table:
     for outcome in outcomes:
         disturbed = " [yellow](disturbed)" if outcome.disturbed else ""
         *cells, verdict = _cells(outcome)
-        colour = {"pass": "[green]", "miss": "[red]"}.get(verdict, "[dim]")
-        table.add_row(cells[0] + disturbed, *cells[1:], colour + verdict)
+        colour = {REACHED: "[green]", NOT_REACHED: "[red]"}.get(verdict, "[dim]")
+        table.add_row(cells[0] + disturbed, *cells[1:], colour + verdict.strip("*"))
     return table
 
 
@@ -173,7 +174,7 @@ def publish(
 def results_markdown(
     outcomes: Sequence[Outcome], verdicts: Sequence[Verdict], cases: Sequence[Case], machine: dict[str, str]
 ) -> str:
-    """The table as it stands on the page, the sizes of the cases, and every criterion that was missed."""
+    """The table as it stands on the page, the sizes of the cases, and every target that is not reached."""
     sizes = "; ".join(f"{case.name}: {case.table_bytes / 1e6:,.0f} MB of rows" for case in cases)
     more = int(machine["cpus"]) < max(outcome.ranks for outcome in outcomes)
     lines = [
@@ -188,10 +189,8 @@ def results_markdown(
         "|---|---|" + "--:|" * (len(HEADINGS) - 3) + "---|",
     ]
     for outcome in outcomes:
-        *cells, verdict = _cells(outcome)
-        lines.append(f"| {' | '.join(cells)} | {verdict if verdict != 'miss' else '**miss**'} |")
-    lines += ["", *(f"- **miss**: {v.criterion}; measured {v.measured}." for v in verdicts if not v.passed)]
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {' | '.join(_cells(outcome))} |")
+    return "\n".join([*lines, "", target_lines([("", v) for v in verdicts if not v.passed])])
 
 
 def _line(outcome: Outcome) -> str:
@@ -207,7 +206,7 @@ def _line(outcome: Outcome) -> str:
 def _cells(outcome: Outcome) -> list[str]:
     times = [f"{outcome.medians[name]:,.2f}" if name in outcome.medians else "-" for name in CONTENDERS]
     verdicts = judge([outcome])
-    verdict = ("pass" if all(v.passed for v in verdicts) else "miss") if verdicts else "-"
+    verdict = word_for(all(v.passed for v in verdicts)) if verdicts else "-"
     return [outcome.case, _plan(outcome), str(outcome.ranks), *times, _ratio(outcome), verdict]
 
 

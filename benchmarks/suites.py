@@ -30,6 +30,9 @@ class Suite:
     begin: str
     """The line of docs/benchmarks.md behind which the results go, up to `end`."""
     end: str
+    begin_targets: str
+    """The same for the targets of the suite, which stand further down."""
+    end_targets: str
     plot: str
     latest: str
     """The result file that the page was made from."""
@@ -44,6 +47,8 @@ FORWARD = Suite(
     limit="gather limit",
     begin="<!-- results: written by make bench -->",
     end="<!-- end of results -->",
+    begin_targets="<!-- targets: written by make bench -->",
+    end_targets="<!-- end of targets -->",
     plot="benchmarks.svg",
     latest="latest.json",
 )
@@ -56,6 +61,8 @@ TRAINING = Suite(
     limit="update limit",
     begin="<!-- training results: written by make bench -->",
     end="<!-- end of training results -->",
+    begin_targets="<!-- training targets: written by make bench -->",
+    end_targets="<!-- end of training targets -->",
     plot="training.svg",
     latest="latest-training.json",
 )

@@ -246,7 +246,8 @@ def test_geometric_mean_leaves_overhead_out() -> None:
 
 def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{FORWARD.begin}\nold\n{FORWARD.end}\nafter\n")
+    targets = f"{FORWARD.begin_targets}\nold\n{FORWARD.end_targets}"
+    page.write_text(f"before\n{FORWARD.begin}\nold\n{FORWARD.end}\nbetween\n{targets}\nafter\n")
     workloads = [BenchWorkload("first", "large", SPEC, "batch=1"), BenchWorkload("second", "cache", SPEC, "batch=1")]
     reports = [made_up(1.1, 0.5), made_up(2.0, 0.5)]
     verdicts = [judge(w, r) for w, r in zip(workloads, reports, strict=True)]
@@ -256,8 +257,13 @@ def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "**miss**: first: 80% of the limit; measured 50.0%" in text
-    assert (tmp_path / "benchmarks.svg").read_text().count("second") == 1
+    results, targets = text.split("between")
+    assert "are 1.1 to 2.0 times as fast as with the faster of torch and FBGEMM, 1.5 times in the" in results
+    assert "the dashed one the target over the faster peer (1.2×)" in results and "target not" not in results
+    assert "- **target not reached**: first: 80% of the limit; measured 50.0%" in targets
+    assert "second" not in targets and "miss" not in text
+    drawn = (tmp_path / "benchmarks.svg").read_text()
+    assert drawn.count("second") == 1 and "target 1.2×" in drawn and "target 80%" in drawn
     page.write_text("no markers")
     with pytest.raises(ValueError, match="lost its markers"):
         write_page(tmp_path, workloads, reports, verdicts, [])
@@ -265,18 +271,20 @@ def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
 
 def test_a_training_page_has_both_shares_and_names_missing_peers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
-    page.write_text(f"{FORWARD.begin}\nkept\n{FORWARD.end}\n{TRAINING.begin}\nold\n{TRAINING.end}\n")
+    kept = f"{FORWARD.begin}\nkept\n{FORWARD.end}\n{FORWARD.begin_targets}\nkept\n{FORWARD.end_targets}\n"
+    targets = f"{TRAINING.begin_targets}\nold\n{TRAINING.end_targets}\n"
+    page.write_text(f"{kept}{TRAINING.begin}\nold\n{TRAINING.end}\n{targets}")
     workload = BenchWorkload("step", "large", SPEC, "batch=1", train="adam")
     report = made_up(3.0, 0.3, train="adam")
     report = replace(report, ratios={"torch": report.ratios["torch"]}, skipped={"fbgemm": "no adam"})
     verdicts = [judge(workload, report)]
     write_page(tmp_path, [workload], [report], verdicts, judge_all([workload], [report]), TRAINING)
     text = page.read_text()
-    assert "kept" in text
+    assert text.startswith(kept)
     assert "old" not in text
     (row,) = [line for line in text.splitlines() if line.startswith("| step")]
-    assert row.endswith("| 3.00 (3.00-3.00) | no such peer | 30.0% | 60.0% | **miss** |")
-    assert "**miss**: step: 60% of the limit; measured 30.0%" in text
+    assert row.endswith("| 3.00 (3.00-3.00) | no such peer | 30.0% | 60.0% | **not reached** |")
+    assert "**target not reached**: step: 60% of the limit; measured 30.0%" in text
     assert "Left out: fbgemm: no adam" in text
     assert "update limit" in (tmp_path / "training.svg").read_text()
 

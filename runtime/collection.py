@@ -6,20 +6,19 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from embforge import ops
 from embforge.arguments import sequence_elements
+from embforge.backends import DEVICES_OF, BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
 from embforge.codegen.layout import CollectionLayout, layout_of
-from embforge.codegen.machine import host_isa
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved
@@ -33,15 +32,6 @@ from embforge.training.calls import Programs
 from embforge.training.numbers import drawn_seed
 from embforge.training.trained import Trained
 from embforge.training.trainer import Trainer
-
-BackendName = Literal["cuda", "cpu", "simt", "reference"]
-DEVICES_OF: dict[str, tuple[str, ...]] = {
-    "cuda": ("cuda",),
-    "cpu": ("cpu",),
-    "simt": ("cpu",),
-    "reference": ("cpu", "cuda"),
-}
-"""Which device types a backend works on."""
 
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
@@ -104,7 +94,7 @@ class EmbeddingCollection(Trained):
         self.layout: CollectionLayout = layout_of(spec, self._trainer.update)
         self._has_sequence = bool(self.layout.sequence_features)
         self._bounds_check: str = bounds_check
-        self.backend = _backend(backend, device)
+        self.backend = backend_on(device, backend)
         self.kernels = str(kernels) if kernels is not None else None
         self._given: dict[str, Params | None] = {"forward": params, "backward": backward_params}
         for op, fields in self._given.items():
@@ -408,7 +398,7 @@ class EmbeddingCollection(Trained):
     def _moved(self, device: torch.device) -> None:
         self._ready, self._kept = {}, None
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
-            self.backend = _backend(None, device)
+            self.backend = backend_on(device)
             self._given = dict.fromkeys(self._given)
         self._trainer.move(device)
         if self._facade is not None:
@@ -433,26 +423,3 @@ def _has_numbers(values: Tensor) -> bool:
 
 def _untraced(function: Any) -> Any:
     return torch.compiler.disable(function)
-
-
-def _backend(wanted: str | None, device: torch.device) -> str:
-    if wanted is None:
-        return "cuda" if device.type == "cuda" else "cpu"
-    if wanted not in DEVICES_OF:
-        raise ValueError(f"backend={wanted!r} is not known; allowed: {', '.join(DEVICES_OF)}, or None: by device")
-    if device.type not in (*DEVICES_OF[wanted], "meta"):
-        raise ValueError(
-            f"backend={wanted!r} does not work on device {str(device)!r}; allowed: {', '.join(DEVICES_OF[wanted])}"
-        )
-    return wanted
-
-
-def arch_of(backend: str, device: torch.device) -> str:
-    """What the backend generates code for on that device; on meta, where nothing runs, for any."""
-    if backend == "cpu":
-        return host_isa()
-    if backend == "reference":
-        return "torch"
-    if backend == "simt" or device.type == "meta":
-        return DEFAULT_ARCH
-    return nearest_arch(*torch.cuda.get_device_capability(device))

@@ -9,12 +9,12 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from embforge.backends import arch_of
 from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.errors import MissingKernelError, ToolchainError
 from embforge.codegen.params import params_type
 from embforge.codegen.spec import MAX_DIM, MAX_ROWS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.training import training_plans
-from embforge.collection import arch_of
 from embforge.launch.kernels import Kernel, Program, kernel_of
 
 _NAME_OF: dict[torch.dtype, str] = {getattr(torch, DTYPES[name].torch_name): name for name in TABLE_DTYPES}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from embforge.against_torch import differences_from_torch
+from embforge.backends import arch_of
 from embforge.codegen.build import build_many, source_of
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import EmbforgeError, ToolchainError
@@ -22,7 +23,6 @@ from embforge.codegen.params import PARAMS, CudaParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.simt_image import device_code
-from embforge.collection import arch_of
 from embforge.device import gpu_facts
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.launch.simt import SimtForward, SimtOptions

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from embforge.backends import arch_of
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.codegen.cli.common import load_spec
@@ -16,7 +17,6 @@ from embforge.codegen.layout import layout_of
 from embforge.codegen.params import PARAMS, CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.collection import arch_of
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.reference import lookup
 from embforge.launch.reference_train import lookup_train

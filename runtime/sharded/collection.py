@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embforge.backends import BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
 from embforge.codegen.errors import PlanError, RankError
 from embforge.codegen.sharding.geometry import Geometry, piece_name
@@ -22,7 +23,6 @@ from embforge.codegen.sharding.placement import place
 from embforge.codegen.sharding.topology import Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
-from embforge.collection import BackendName, _backend, arch_of
 from embforge.inputs import BoundsCheck, normalise, resolved
 from embforge.sharded.agreement import agree, common_node_size, wrong_argument
 from embforge.sharded.comm import Exchange, Ranks
@@ -138,7 +138,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         forward, backward = self._wire_formats()
         self._norms = needs_norms(self.geometry, optimizer.update)
         local_optimizer = shared_rule(optimizer) if self._norms else optimizer
-        backend = _backend(backend, device)  # type: ignore[assignment]
+        backend = backend_on(device, backend)  # type: ignore[assignment]
         options = {
             "device": device, "backend": backend, "kernels": kernels, "batch_size": batch_size,
             "bounds_check": "zero" if bounds_check == "zero" else bounds_check,

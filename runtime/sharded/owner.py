@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from embforge.arguments import sequence_elements
+from embforge.backends import arch_of
 from embforge.codegen.dtypes import OutputDtype
 from embforge.codegen.sharding.geometry import Local
 from embforge.codegen.training import training_plans
-from embforge.collection import EmbeddingCollection, arch_of
+from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of

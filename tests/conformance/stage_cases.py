@@ -12,10 +12,10 @@ from conformance.backends import device_of
 from hypothesis import strategies as st
 from torch import Tensor
 
+from embforge.backends import arch_of
 from embforge.codegen import stages as words
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.stages import ABSENT, ACTIONS, DIVIDES, StagePlan
-from embforge.collection import arch_of
 from embforge.launch.stages import Stages, stages_of
 
 USUAL = ("int64", "int32", "fp32", "fp32", "fp32")

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import VARIANTS, cases, examples, seeds, specs
 
+from embforge.backends import arch_of
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
-from embforge.collection import arch_of
 from embforge.launch import reference
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.probes import Probe, Result, run

@@ -51,6 +51,11 @@ def host_isa() -> str:
     return next((isa for isa, needs in X86_NEEDS.items() if needs <= flags), "generic")
 
 
+def runs_here(isa: str) -> bool:
+    """Whether this machine can run what is written for an instruction set."""
+    return isa in ("generic", host_isa()) or (isa in X86_NEEDS and X86_NEEDS[isa] <= _x86_flags())
+
+
 def find_compiler(command: str | None = None) -> Compiler:
     """The C++ compiler: `command`, else `CXX`, else the first of g++, clang++ and c++ on the path.
 

@@ -21,6 +21,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
+from embforge.exported import ExportedLookup
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of, places_of
@@ -42,6 +43,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _tracing_state = torch._C._get_tracing_state
+_compiler = torch.compiler  # its flag itself: before torch 2.13 a compiler that traces takes is_exporting() for true
 
 
 class _Ready(NamedTuple):
@@ -289,6 +291,8 @@ class EmbeddingCollection(Trained):
         parameters, holders = ((), list(self._tables().values())) if self._fused else (tables, [])
         if not self._must_be_seen(batch.values) and not batch.values.is_meta:
             return trainer.lookup(programs, self._storage(tables), holders, batch, elements, parameters)
+        if _compiler._is_exporting_flag:  # an exported graph serves: it has no use for an optimizer's states
+            return self._call_operator(tables, batch, sequence_rows)
         storage = self._new_storage(tables)
         if trainer.numbers is None or trainer.accumulate:
             # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
@@ -332,7 +336,9 @@ class EmbeddingCollection(Trained):
     def _call_operator(
         self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        rows, program = list(sequence_rows) or None, self._program(batch).forward
+        rows = list(sequence_rows) or None
+        leaves = _compiler._is_exporting_flag or _tracing_state() is not None
+        program = self._exported[batch.values.dtype] if leaves else self._program(batch).forward
         result: tuple[Tensor, Tensor] = ops.lookup(
             batch.values, batch.offsets, batch.weights, tables, rows, program, self._bounds_check
         )
@@ -341,9 +347,13 @@ class EmbeddingCollection(Trained):
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
         self._choices = {name: self._chosen(name, device) for name in ID_DTYPES.values()}
+        self._exported = {dtype: self._exported_text(name) for dtype, name in ID_DTYPES.items()}
         return {
             dtype: self._trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
         }
+
+    def _exported_text(self, id_dtype: str) -> str:
+        return ExportedLookup(self.backend, id_dtype, self.spec, self._given["forward"], self._batch_size).text
 
     def _chosen(self, id_dtype: str, device: torch.device) -> Choices:
         update, batch = self._trainer.update, self._batch_size
@@ -409,7 +419,14 @@ class EmbeddingCollection(Trained):
         if self._fused and any(table.trainable for table in self._tables().values()):
             refuse_average()
         kept = {name: value for name, value in self.__dict__.items() if name != "_lookup"}  # a recording's: see there
-        return {**kept, "_ready": {}, "_kept": None, "_programs": {}, "_facade": None}  # made again, maybe elsewhere
+        anew: dict[str, Any] = {
+            "_ready": {},
+            "_kept": None,
+            "_programs": {},
+            "_exported": {},
+            "_facade": None,
+        }  # maybe elsewhere
+        return {**kept, **anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -21,7 +21,8 @@ from embforge.arguments import (
     sequence_elements,
 )
 from embforge.codegen.dtypes import DTYPES
-from embforge.launch.kernels import Program, kernel_of
+from embforge.exported import lookup_kernel, lookup_named
+from embforge.launch.kernels import Program
 from embforge.launch.metadata import check_tables, metadata_of
 from embforge.registration import Implementation, register
 from embforge.training.around import refuse_replicas
@@ -49,7 +50,7 @@ def _lookup(
     program: str,
     bounds_check: str,
 ) -> tuple[Tensor, Tensor]:
-    kernel = kernel_of(program)
+    kernel = lookup_kernel(program, values.device)
     layout = kernel.plan.layout
     batch = checked_batch(kernel.plan, values, offsets, weights, bounds_check)
     check_tables(layout, tables)
@@ -69,11 +70,11 @@ def _lookup_fake(
     program: str,
     bounds_check: str,
 ) -> tuple[Tensor, Tensor]:
-    plan = _program(program).plan
-    dtype = getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
-    batch = (offsets.numel() - 1) // len(plan.spec.features)
-    pooled = values.new_empty((batch, plan.layout.output_width), dtype=dtype)
-    return pooled, values.new_empty(sequence_elements(plan.layout, sequence_rows or ()), dtype=dtype)
+    named = lookup_named(program)
+    dtype = getattr(torch, DTYPES[named.spec.output_dtype].torch_name)
+    batch = (offsets.numel() - 1) // len(named.spec.features)
+    pooled = values.new_empty((batch, named.layout.output_width), dtype=dtype)
+    return pooled, values.new_empty(sequence_elements(named.layout, sequence_rows or ()), dtype=dtype)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,137 @@
+"""A lookup as an exported graph names it: what is computed. Which kernel does it is decided where the graph runs.
+
+The text of a program (`launch/kernels.py`) is for the process that made it: it names an instruction set or a GPU's
+architecture, fields that were tuned for one machine and maybe a directory. None of this may leave with a graph.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from embforge.backends import DEVICES_OF, arch_of
+from embforge.codegen.dtypes import ID_DTYPES
+from embforge.codegen.errors import PlanError
+from embforge.codegen.layout import CollectionLayout, layout_of
+from embforge.codegen.machine import runs_here
+from embforge.codegen.params import Params, params_from
+from embforge.codegen.plan import PLAN_SCHEMA, Plan
+from embforge.codegen.spec import CollectionSpec
+from embforge.launch.kernels import Kernel, Program, kernel_of
+from embforge.parameters import choose_params, usable
+
+
+@dataclass(frozen=True)
+class ExportedLookup:
+    """A forward without the choices of a machine."""
+
+    target: str
+    id_dtype: str
+    spec: CollectionSpec
+    params: Params | None = None
+    """Plan fields that the module was given; None: they are chosen where the graph runs."""
+    batch_size: int | None = None
+    """What the module was told of its calls; it helps to choose fields."""
+
+    @cached_property
+    def text(self) -> str:
+        """One line of JSON, which rebuilds the lookup anywhere; its schema is that of plans."""
+        data: dict[str, Any] = {
+            "embforge": _version(),
+            "schema": PLAN_SCHEMA,
+            "op": "forward",
+            "target": self.target,
+            "id_dtype": self.id_dtype,
+            "spec": self.spec.to_dict(),
+        }
+        if self.params is not None:
+            data["params"] = asdict(self.params)
+        if self.batch_size is not None:
+            data["batch_size"] = self.batch_size
+        return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> ExportedLookup:
+        """The lookup that has this text. `PlanError` if it is of another schema or not one at all."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            schema, maker, op = data.pop("schema"), data.pop("embforge"), data.pop("op")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"not the text of an exported lookup: {text[:80]!r}; export the model anew") from error
+        if schema != PLAN_SCHEMA or op != "forward":
+            raise PlanError(
+                f"this graph was exported by embforge {maker}, its lookup has schema {schema} and op {op!r}; embforge "
+                f"{_version()} runs schema {PLAN_SCHEMA} and op 'forward': export the model anew with it, or run the "
+                f"graph with embforge {maker}"
+            )
+        try:
+            data["spec"] = CollectionSpec.from_dict(data["spec"])
+            _check_known("target", data["target"], DEVICES_OF)
+            _check_known("id_dtype", data["id_dtype"], ID_DTYPES)
+            if "params" in data:
+                data["params"] = params_from(data["target"], data["params"])
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"the text of an exported lookup is damaged ({error!r}); export the model anew") from error
+
+    @cached_property
+    def layout(self) -> CollectionLayout:
+        return layout_of(self.spec)
+
+    def plan_on(self, device: torch.device) -> Plan:
+        """The plan that runs on this machine's device: its fields are given, tuned here, or the default.
+
+        Tuned fields count under the same conditions as a module's: `EMBFORGE_KERNELS` and `EMBFORGE_JIT` are heeded.
+        """
+        if device.type not in DEVICES_OF[self.target]:
+            raise ValueError(
+                f"the lookup was exported for backend {self.target!r} and is called with tensors on {device}; allowed: "
+                f"{', '.join(DEVICES_OF[self.target])}; export the model from the device that it is to run on"
+            )
+        arch = arch_of(self.target, device)
+
+        def plan(params: Params) -> Plan:
+            return Plan("forward", self.target, arch, self.id_dtype, self.spec, params)
+
+        given = {"forward": self.params, "backward": None}
+        choices = choose_params(self.spec, self.target, device, given, None, self.batch_size, self.id_dtype)
+        chosen = usable(choices, lambda forward, backward: {"forward": plan(forward)}, None)
+        return plan(chosen["forward"].params)
+
+
+@lru_cache(maxsize=256)
+def lookup_named(text: str) -> Plan | ExportedLookup:
+    """What the text in a call of the operator says: both kinds have a spec and a layout. `PlanError` if neither."""
+    return Program.from_text(text).plan if "\n" in text else ExportedLookup.from_text(text)
+
+
+@lru_cache(maxsize=256)
+def lookup_kernel(text: str, device: torch.device) -> Kernel:
+    """The kernel that serves such a call on that device; raises what `kernel_of` raises."""
+    if "\n" in text:
+        program = Program.from_text(text)
+        if program.plan.target == "cpu" and not runs_here(program.plan.arch):
+            # A graph that another machine exported when texts still named its instruction set.
+            program = replace(program, plan=replace(program.plan, arch=arch_of("cpu", device)))
+    else:
+        program = Program(ExportedLookup.from_text(text).plan_on(device))
+    kernel: Kernel = kernel_of(program.text)
+    return kernel
+
+
+def _check_known(field: str, value: Any, known: Collection[str]) -> None:
+    if value not in known:
+        raise PlanError(
+            f"an exported lookup with {field}={value!r} is not known; allowed: {', '.join(known)}; export it anew"
+        )
+
+
+@cache
+def _version() -> str:
+    return version("embforge")

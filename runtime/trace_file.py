@@ -222,7 +222,7 @@ def _header(path: Path, text: NDArray[Any]) -> dict[str, Any]:
         found = header.get("schema") if isinstance(header, dict) else None
         raise _error(path, f"has schema {shown(found)}; this embforge reads {TRACE_SCHEMA}")
     features, rows, shape = (header.get(name) for name in ("features", "rows", "shape"))
-    if not (_is_list_of(str, features) and _is_list_of(int, rows) and isinstance(shape, str)):
+    if not (_is_list_of(features, str) and _is_list_of(rows, int) and isinstance(shape, str)):
         raise _error(path, "is damaged: its header lacks features, rows or shape")
     if not features or len(set(features)) < len(features):
         raise _error(path, f"is damaged: its features are {shown(features)}, not different names")
@@ -231,7 +231,7 @@ def _header(path: Path, text: NDArray[Any]) -> dict[str, Any]:
     return header
 
 
-def _is_list_of(kind: type, value: Any) -> TypeGuard[list[Any]]:
+def _is_list_of(value: Any, kind: type) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from embforge.codegen.errors import MissingKernelError, ToolchainError
 from embforge.codegen.machine import switched_on
 from embforge.codegen.plan import PLAN_SCHEMA, Plan
 from embforge.codegen.render import render
+from embforge.codegen.stages import StagePlan
 from embforge.codegen.targets import Target, target_named
 
 
@@ -24,6 +25,7 @@ class Built:
     """A plan's kernel on disk, content checked."""
 
     plan: Plan
+    """As it was asked for; `generated_as` says if the binary's symbol is that of a plan with other names."""
     source: Path
     binary: Path
     resources: list[dict[str, Any]]
@@ -56,11 +58,12 @@ def build(
 
     `on_compile` is told the plan's URI if the kernel is in no cache, just before the compiler is started.
     """
-    target, source = target_named(plan.target), source_of(plan)
     directory = kernels or (None if ahead_of_time else directory_from_environment())
-    if directory is not None and (record := manifest.find_kernel(directory, plan, source)):
+    if directory is not None and (record := _emitted(plan, directory)):
         figures = record["symbols"] if resources else []
-        return Built(plan, directory / record["source"], directory / record["binary"], figures, cached=True)
+        named = plan if record["symbol"] == plan.symbol else replace(plan, generated_as=record["symbol"])
+        return Built(named, directory / record["source"], directory / record["binary"], figures, cached=True)
+    target, source = target_named(plan.target), source_of(plan)
     if ahead_of_time or jit_allowed():
         entry, cached = cache.fetch(_recipe(plan, target, source, on_compile))
     else:
@@ -70,12 +73,21 @@ def build(
 
 def locate(plan: Plan, *, kernels: Path | None = None) -> Path | None:
     """Where `build` would find the plan's binary without compiling it, or None."""
-    target, source = target_named(plan.target), source_of(plan)
     directory = kernels or directory_from_environment()
-    if directory is not None and (record := manifest.find_kernel(directory, plan, source)):
+    if directory is not None and (record := _emitted(plan, directory)):
         return directory / str(record["binary"])
-    entry = _cached(plan, target, source)
+    entry = _cached(plan, target_named(plan.target), source_of(plan))
     return entry.binary if entry else None
+
+
+def code_of(plan: Plan | StagePlan) -> str:
+    """The source of the plan without names: equal texts mean that one's binary does what the other's does."""
+    return source_of(manifest.shape_of(plan))  # type: ignore[arg-type]
+
+
+def _emitted(plan: Plan, directory: Path) -> dict[str, Any] | None:
+    """The record of the kernel in a directory that `gen` wrote, whatever the names in its spec."""
+    return manifest.find_kernel(directory, plan, code_of(plan))
 
 
 def jit_allowed() -> bool:

@@ -41,6 +41,8 @@ class Plan:
     params: Params
     update: Update | None = None
     """Of a backward: what it does to a row. No other op has one."""
+    generated_as: str | None = None
+    """The symbol in the binary, where that was generated for a plan of other names. No part of the text or the URI."""
 
     def __post_init__(self) -> None:
         _check("op", self.op, OPS)
@@ -89,7 +91,15 @@ class Plan:
     @property
     def symbol(self) -> str:
         """What the kernel is called in its binary: its URI, or on simt that of the cuda plan whose text it runs."""
+        if self.generated_as is not None:
+            return self.generated_as
         return replace(self, target="cuda").uri if self.target == "simt" else self.uri
+
+    @cached_property
+    def nameless(self) -> Plan:
+        """The plan without the names in its spec. Plans that have the same one have the same code: theirs differ in
+        comments and in the symbol only."""
+        return replace(self, spec=self.spec.without_names(), generated_as=None)
 
     @classmethod
     def from_text(cls, text: str) -> Plan:

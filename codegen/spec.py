@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from functools import wraps
 from pathlib import Path
@@ -215,6 +215,17 @@ class CollectionSpec:
                 return candidate
         names = [t.name for t in self.tables]
         raise SpecError(f"table {name!r} does not exist{did_you_mean(name, names)}; known: {listed(names)}")
+
+    def without_names(self) -> CollectionSpec:
+        """The spec as kernels see it: tables and features are numbered, and bags that are not laid side by side may
+        hold any number of ids."""
+        numbers = {table.name: f"t{place}" for place, table in enumerate(self.tables)}
+        features = []
+        for place, feature in enumerate(self.features):
+            hotness = feature.hotness if feature.pooling == "concat" else None
+            features.append(replace(feature, name=f"f{place}", table=numbers[feature.table], hotness=hotness))
+        tables = tuple(replace(table, name=numbers[table.name]) for table in self.tables)
+        return CollectionSpec(tables, tuple(features), self.output_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without fields that hold their default; `from_dict` reads it back."""

@@ -55,6 +55,7 @@ def count_lookup(plan: Plan, tables: Sequence[Tensor], batch: Batch, *, seed: in
     """
     kernel = kernel_of(Program(plan).text)
     assert isinstance(kernel, SimtForward)
+    plan = kernel.plan  # which knows the symbols of its binary
     sizes = _ids_of_features(plan, batch)
     rows = [sizes[f.index] for f in plan.layout.sequence_features]
     elements = sequence_elements(plan.layout, rows)
@@ -62,8 +63,7 @@ def count_lookup(plan: Plan, tables: Sequence[Tensor], batch: Batch, *, seed: in
     counted = kernel.run(metadata, tables, batch, elements, "error", SimtOptions(seed, count=True)).counters
     made = _outputs(plan, batch, sizes)
     whole = tuple(t.table.name for t in plan.layout.tables if t.row_bytes % SECTOR == 0)
-    uri = twin_of(plan).uri
-    found = [CountedKernel(_short(c.kernel, uri), made[c.kernel], c, whole) for c in counted]
+    found = [CountedKernel(_short(c.kernel, plan.symbol), made[c.kernel], c, whole) for c in counted]
     everything = sum(made[symbol] for symbol in main_symbols(twin_of(plan)))
     return [*found, CountedKernel("all", everything, together(counted), whole)]
 
@@ -88,5 +88,5 @@ def _ids_of_features(plan: Plan, batch: Batch) -> list[int]:
     return [int(size) for size in lengths.sum(1).tolist()]
 
 
-def _short(symbol: str, uri: str) -> str:
-    return symbol.removeprefix(uri).strip("_") or "forward"
+def _short(symbol: str, kernel: str) -> str:
+    return symbol.removeprefix(kernel).strip("_") or "forward"

@@ -145,11 +145,14 @@ message_us = 1
 arch = "sm_90"
 """
 _MANIFEST = {
-    "schema": 1,
+    "schema": 2,
     "embforge": "1",
     "kernels": [
         {
             "uri": PLAN.uri,
+            "shape": PLAN.nameless.uri,
+            "symbol": PLAN.symbol,
+            "code_sha256": "0",
             "source": "k.cpp",
             "source_sha256": "0",
             "binary": "k.so",

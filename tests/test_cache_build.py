@@ -200,7 +200,7 @@ def _lose_binary(directory: Path, record: dict[str, Any]) -> None:
 
 
 def _other_source(directory: Path, record: dict[str, Any]) -> None:
-    record["source_sha256"] = "0" * 64
+    record["code_sha256"] = "0" * 64
 
 
 @pytest.mark.parametrize(

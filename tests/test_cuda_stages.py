@@ -50,6 +50,6 @@ def test_stages_that_may_not_be_compiled(
     plan = StagePlan(target, "avx2" if target == "cpu" else "sm_90", *USUAL)
     with pytest.raises(MissingKernelError, match=f"kernel {plan.uri} is not in the cache.*let one process compile it"):
         build(plan)  # type: ignore[arg-type]
-    write_manifest(tmp_path, [kernel_record(plan, "text", "stages.cu", None, None, [])])
+    write_manifest(tmp_path, [kernel_record(plan, "text", "text", "stages.cu", None, None, [])])
     with pytest.raises(MissingKernelError, match=r"is not in .* and the cache"):
         build(plan, kernels=tmp_path)  # type: ignore[arg-type]

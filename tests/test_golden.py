@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from embforge.codegen.build import source_of
+from embforge.codegen.build import code_of, source_of
 from embforge.codegen.cache import sha256_of
 from embforge.codegen.cli.common import plans_for, training_plans_for
 from embforge.codegen.manifest import kernel_record
@@ -72,7 +72,8 @@ def test_manifest_lists_exactly_the_files(spec: str) -> None:
     expected = {}
     for plan in [*(plan_of(spec, *kernel) for kernel in KERNELS), *training_plans_of(spec)]:
         source = f"{plan.uri}{target_named(plan.target).source_suffix}"
-        expected[plan.uri] = json.loads(json.dumps(kernel_record(plan, source_of(plan), source, None, None, [])))
+        record = kernel_record(plan, code_of(plan), source_of(plan), source, None, None, [])
+        expected[plan.uri] = json.loads(json.dumps(record))
     assert {record["uri"]: record for record in manifest["kernels"]} == expected
     on_disk = {path.name for path in directory.iterdir()} - {"manifest.json"}
     assert on_disk == {record["source"] for record in manifest["kernels"]}

@@ -77,7 +77,8 @@ def gen(
 ) -> None:
     """Generate SPEC's kernels into a directory: sources, binaries, manifest.json.
 
-    Deploy the directory and point EMBFORGE_KERNELS (or kernels=) at it: nothing is compiled there.
+    Deploy the directory and point EMBFORGE_KERNELS (or kernels=) at it: nothing is compiled there. Names do not count:
+    the kernels also serve specs whose collection, tables and features are called otherwise.
     A directory may hold the kernels of several specs, targets and archs; gen adds to what is there.
     """
     from embforge.codegen.manifest import MANIFEST
@@ -125,7 +126,7 @@ def default_archs(target: str) -> tuple[str, ...]:
 
 def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> list[dict[str, Any]]:
     """Writes the plans' kernels and the manifest into a directory and returns their records."""
-    from embforge.codegen.build import Built, build_many, source_of
+    from embforge.codegen.build import Built, build_many, code_of, source_of
     from embforge.codegen.cache import write_atomically
     from embforge.codegen.manifest import kernel_record, write_manifest
     from embforge.codegen.targets import target_named
@@ -153,7 +154,7 @@ def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> lis
         if binary is not None and binary_name is not None:
             write_atomically(out / binary_name, binary)
         figures = made.resources if made else []
-        records.append(kernel_record(plan, source, source_name, binary, binary_name, figures))
+        records.append(kernel_record(plan, code_of(plan), source, source_name, binary, binary_name, figures))
     if note := write_manifest(out, records):
         click.echo(f"embforge: {note}", err=True)
     return records

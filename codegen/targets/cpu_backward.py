@@ -60,7 +60,7 @@ def reduce_facts(plan: Plan) -> dict[str, Any]:
     features = _features(layout)
     return {
         **_shared(plan),
-        "entries": [f"{plan.uri}_count", plan.uri],
+        "entries": [f"{plan.symbol}_count", plan.symbol],
         "tables": tables,
         "table_features": [f.index for using in by_table for f in using],
         "buckets": _buckets(plan, kinds, labels),
@@ -81,7 +81,7 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
     return {
         **reduce_facts(plan),
         **rule_facts(update),
-        "entries": [plan.uri],
+        "entries": [plan.symbol],
         "any_narrow": any_narrow,
         "stochastic": any_narrow and update.rounding == "stochastic",
         "philox_rounds": PHILOX_ROUNDS,

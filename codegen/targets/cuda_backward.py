@@ -63,7 +63,7 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
     firsts, tables = key_firsts(plan), key_tables(plan)
     facts = common_facts(plan, {t.dtype for t in plan.spec.tables} | {b.item for b in buckets} | {"fp32"})
     facts |= {
-        "symbols": {name: symbol_of(plan.uri, name) for name in KERNELS},
+        "symbols": {name: symbol_of(plan.symbol, name) for name in KERNELS},
         "header": [*facts["header"], "", "Buckets, widest rows first:", *map(bucket_line, buckets)],
         "load_bytes": sorted({16, *(b.item_load for b in buckets), *(_partial_load(b) for b in buckets)}, reverse=True),
         "own_bytes": _own_bytes(buckets) if update else set(),

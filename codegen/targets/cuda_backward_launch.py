@@ -38,7 +38,7 @@ GRADIENTS_EACH = 16
 class BackwardShape:
     """All that a plan's launches have in common, so that a call takes a few divisions."""
 
-    uri: str
+    symbol: str
     op: str
     block: int
     key_dtype: str
@@ -60,7 +60,7 @@ class BackwardShape:
     @property
     def symbols(self) -> tuple[str, ...]:
         """Every kernel that a call may launch."""
-        return tuple(symbol_of(self.uri, name) for name in KERNELS if name != "gradients" or self.prepares_gradients)
+        return tuple(symbol_of(self.symbol, name) for name in KERNELS if name != "gradients" or self.prepares_gradients)
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ class BackwardLaunch:
     partials: int
 
 
-def symbol_of(uri: str, name: str) -> str:
+def symbol_of(symbol: str, name: str) -> str:
     """A kernel's name in the binary."""
-    return f"{uri}_{name}"
+    return f"{symbol}_{name}"
 
 
 def backward_shape(plan: Plan, scalars: int) -> BackwardShape:
     """What launches of the plan have in common. `scalars`: floats that the kernels' `scalars` needs."""
     buckets, whole = row_buckets(plan), is_row_wise(plan)
     return BackwardShape(
-        uri=plan.uri,
+        symbol=plan.symbol,
         op=plan.op,
         block=backward_params(plan).block,
         key_dtype=key_dtype(plan),
@@ -110,7 +110,7 @@ def backward_launch(shape: BackwardShape, batch: int, num_values: int, sequence_
 
     def launch(name: str, work: int, each: int, most: int | None = None) -> KernelLaunch:
         grid = max(1, -(-work // each))
-        return KernelLaunch(symbol_of(shape.uri, name), min(grid, most or grid), shape.block, 0)
+        return KernelLaunch(symbol_of(shape.symbol, name), min(grid, most or grid), shape.block, 0)
 
     before_sort = [launch("prepare", num_values, EACH * shape.block)]
     if shape.prepares_gradients:

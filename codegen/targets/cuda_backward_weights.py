@@ -34,7 +34,7 @@ def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
     row_bytes = {b.elements * DTYPES[b.dtype].bytes for b in buckets}
     facts = common_facts(plan, {b.dtype for b in buckets} | {b.item for b in buckets})
     return facts | {
-        "symbols": {name: symbol_of(plan.uri, name) for name in KERNELS},
+        "symbols": {name: symbol_of(plan.symbol, name) for name in KERNELS},
         "header": [*facts["header"], "", "Buckets, widest rows first:", *map(bucket_line, buckets)],
         "load_bytes": sorted({*row_bytes, *(b.item_load for b in buckets)}, reverse=True),
         "min_blocks": min_blocks(plan),
@@ -53,7 +53,7 @@ def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
 class WeightsShape:
     """All that a plan's launches have in common."""
 
-    uri: str
+    symbol: str
     block: int
     divided: int
     """Weighted features that divide."""
@@ -61,7 +61,7 @@ class WeightsShape:
     @property
     def symbols(self) -> tuple[str, ...]:
         """Every kernel that a call may launch."""
-        return tuple(symbol_of(self.uri, name) for name in KERNELS[: 2 if self.divided else 1])
+        return tuple(symbol_of(self.symbol, name) for name in KERNELS[: 2 if self.divided else 1])
 
     def launches(self, batch: int, num_values: int) -> tuple[KernelLaunch, ...]:
         """What to launch for a batch of that many samples and ids."""
@@ -74,7 +74,7 @@ class WeightsShape:
 
 def weights_shape(plan: Plan) -> WeightsShape:
     """What launches of the plan have in common."""
-    return WeightsShape(plan.uri, backward_params(plan).block, len(_divided(plan)))
+    return WeightsShape(plan.symbol, backward_params(plan).block, len(_divided(plan)))
 
 
 def _divided(plan: Plan) -> list[int]:

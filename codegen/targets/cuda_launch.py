@@ -81,12 +81,12 @@ def scratch_width(plan: Plan) -> int:
 
 def main_symbols(plan: Plan) -> tuple[str, ...]:
     """One symbol a register class."""
-    return (plan.uri, f"{plan.uri}_wide")[: len(register_classes(geometry_of(plan)))]
+    return (plan.symbol, f"{plan.symbol}_wide")[: len(register_classes(geometry_of(plan)))]
 
 
 def long_symbols(plan: Plan) -> tuple[str, str]:
     """The kernels of long bags: units, then the merge."""
-    return f"{plan.uri}_long", f"{plan.uri}_merge"
+    return f"{plan.symbol}_long", f"{plan.symbol}_merge"
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class _CpuLookup:
         self._results = Results(getattr(torch, DTYPES[plan.spec.output_dtype].torch_name))
         self._new_empty = self._results.like.new_empty
         # One pointer to packed words: half the time that ctypes takes for the arguments one by one.
-        self._call: Any = getattr(ctypes.CDLL(str(library)), f"{plan.uri}_words")
+        self._call: Any = getattr(ctypes.CDLL(str(library)), f"{plan.symbol}_words")
         self._call.restype = ctypes.c_int64
         self._call.argtypes = [ctypes.c_char_p]
         names = tuple(a.name for a in arguments_of("cpu", plan.op))

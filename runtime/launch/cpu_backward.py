@@ -43,7 +43,7 @@ class _CpuGradient:
         if names != packed:
             raise AssertionError(f"the kernel takes {names}, this launcher packs {packed}")
         self._pack = struct.Struct(f"{len(packed)}q").pack
-        self._call = self._entry(plan.uri)
+        self._call = self._entry(plan.symbol)
         self._parallel_for = torch_parallel_for()
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class _CpuSorting(_CpuGradient):
 
     def __init__(self, plan: Plan, library: Path, packed: tuple[str, ...]) -> None:
         super().__init__(plan, library, packed)
-        self._bytes_of: Any = getattr(self._library, f"{plan.uri}_workspace")
+        self._bytes_of: Any = getattr(self._library, f"{plan.symbol}_workspace")
         self._bytes_of.restype, self._bytes_of.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
         self._free: deque[Tensor] = deque(maxlen=1)  # its pop and append need no lock
 
@@ -150,7 +150,7 @@ class CpuReduce(_CpuSorting):
 
     def __init__(self, plan: Plan, library: Path) -> None:
         super().__init__(plan, library, (*GRADIENTS, "counts", "rows", "gradients", *SORTING))
-        self._count = self._entry(f"{plan.uri}_count")
+        self._count = self._entry(f"{plan.symbol}_count")
         self._gradients = Results(torch.float32)
 
     def __call__(

@@ -115,4 +115,4 @@ def load_kernel(program: str) -> Any:
     if plan.target == "reference":
         return kind(plan)
     built = build_here(plan, parsed.kernels)
-    return kind(plan, built.binary.read_bytes() if plan.target == "cuda" else built.binary)
+    return kind(built.plan, built.binary.read_bytes() if plan.target == "cuda" else built.binary)

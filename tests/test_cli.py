@@ -238,7 +238,7 @@ def test_wrong_spec_is_exit_code_2_with_and_without_json(tmp_path: Path) -> None
     result = run("verify", path, code=2)
     assert result.stderr.count("\n") == 1 and "embedding_dim=0" in result.stderr
     answer = run_json("verify", path, code=2)
-    assert answer["kind"] == "SpecError" and "embedding_dim=0" in answer["error"]
+    assert answer["error"]["type"] == "SpecError" and "embedding_dim=0" in answer["error"]["message"]
 
 
 def test_missing_compiler_is_exit_code_3(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_verify_without_a_gpu_is_exit_code_3(tiny: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = run("verify", tiny, "--on", "cuda", code=3)
     assert result.stderr.count("\n") == 1 and "use --on simt" in result.stderr
-    assert run_json("verify", tiny, "--on", "cuda", code=3)["kind"] == "ToolchainError"
+    assert run_json("verify", tiny, "--on", "cuda", code=3)["error"]["type"] == "ToolchainError"
 
 
 def test_gen_ignores_the_kernels_it_is_to_replace(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,13 +387,13 @@ def test_a_file_that_cannot_be_written_is_exit_code_3(tiny: str, tmp_path: Path)
     words = ("gen", tiny, "--target", "cpu", "--arch", "avx2", "--sources-only", "--out", tmp_path / "file" / "out")
     result = run(*words, code=3)
     assert result.stderr.count("\n") == 1 and str(tmp_path / "file") in result.stderr
-    assert run_json(*words, code=3)["kind"] == "NotADirectoryError"
+    assert run_json(*words, code=3)["error"]["type"] == "NotADirectoryError"
 
 
 def test_unknown_peer_is_exit_code_2_with_and_without_json(tiny: str) -> None:
     words = ("bench", tiny, "--against", "torch,bogus")
     assert re.search("'bogus' is not known; allowed: torch, fbgemm", run(*words, code=2).stderr)
-    assert "'bogus'" in run_json(*words, code=2)["error"]
+    assert "'bogus'" in run_json(*words, code=2)["error"]["message"]
 
 
 @pytest.mark.parametrize("command", ["ls", "clear"])

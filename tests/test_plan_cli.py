@@ -128,7 +128,7 @@ def test_what_does_not_fit(tiny: str, tmp_path: Path) -> None:
     assert run_json(tiny, "--topology", narrow, "--batch-size", "16")["runs"][0]["fits"]
     narrow.write_text(text.replace("memory_gb = 4.0", "memory_gb = 0.005"))
     failed = run_json(tiny, "--topology", narrow, "--batch-size", "16", code=2)
-    assert "table 'big' does not fit" in failed["error"] and failed["kind"] == "PlanError"
+    assert "table 'big' does not fit" in failed["error"]["message"] and failed["error"]["type"] == "PlanError"
 
 
 @pytest.mark.usefixtures("own_store")

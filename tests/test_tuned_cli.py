@@ -133,7 +133,8 @@ def test_wrong_names_teach(tmp_path: Path) -> None:
     twice = next(digit for digit in starts if starts.count(digit) > 1)
     assert "give more digits" in run("tuned", "show", twice, code=2).stderr
     (tmp_path / "bad.json").write_text("[]")
-    assert "bad.json: not a file of tuned results" in run_json("tuned", "import", "bad.json", code=2)["error"]
+    failed = run_json("tuned", "import", "bad.json", code=2)["error"]
+    assert "bad.json: not a file of tuned results" in failed["message"]
     assert "bad.json: not a file of tuned results" in run("tuned", "show", "bad.json", code=2).stderr
 
 

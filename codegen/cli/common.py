@@ -1,4 +1,4 @@
-"""What the commands share: the SPEC argument, --json, --param, exit codes and errors in one sentence."""
+"""What the commands share: the SPEC argument, --json, --param, exit codes, plans from options, the screen."""
 
 from __future__ import annotations
 
@@ -20,31 +20,11 @@ if TYPE_CHECKING:
 
 OK, CHECK_FAILED, USAGE_ERROR, TOOLCHAIN_ERROR = 0, 1, 2, 3
 EXIT_CODES = (
-    "Exit codes: 0 all well; 1 a check failed; 2 wrong usage or a wrong spec; "
+    "Exit codes: 0 all well; 1 a check failed, Ctrl-C or an unexpected error; 2 wrong usage or a wrong spec; "
     "3 a compiler or kernel is missing, a compilation failed or a file cannot be read or written."
 )
-JSON_ASKED = "embforge.json"
-
-
-class Commands(click.Group):
-    """A group whose expected failures are one sentence and an exit code, never a traceback."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        from embforge.codegen.errors import EmbforgeError
-
-        try:
-            return super().invoke(ctx)
-        except click.UsageError as error:
-            _tell_json(ctx, error, error.format_message())
-            raise  # click prints it beside the usage
-        except BrokenPipeError:
-            raise  # the reader of our output left; click ends quietly
-        except (EmbforgeError, OSError) as error:
-            sentence = _os_sentence(error) if isinstance(error, OSError) else str(error)
-            _tell_json(ctx, error, sentence)
-            click.echo(f"embforge: {sentence}", err=True)
-            # Errors in what was given are ValueErrors (specs, plan fields, workloads); the rest concern this machine.
-            ctx.exit(USAGE_ERROR if isinstance(error, ValueError) else TOOLCHAIN_ERROR)
+JSON_ASKED, JSON_PRINTED = "embforge.json", "embforge.printed"
+"""In a context's `meta`: whether --json was given, and whether the document is printed."""
 
 
 def load_spec(text: str) -> CollectionSpec:
@@ -81,7 +61,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         is_eager=True,  # before SPEC is read, so that its errors are JSON too
         callback=remember,
-        help="Print one JSON document instead of text.",
+        help='Print one JSON document instead of text; an error is one with the key "error": see `embforge --help`.',
     )(command)
 
 
@@ -166,8 +146,11 @@ def fields_given(overrides: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def print_json(data: Any) -> None:
-    """One JSON document. Infinities and NaN are null: JSON has no word for them."""
+    """One JSON document: a command's answer. Infinities and NaN are null: JSON has no word for them."""
     click.echo(json.dumps(finite(data), indent=2, allow_nan=False))
+    ctx = click.get_current_context(silent=True)
+    if ctx is not None:
+        ctx.meta[JSON_PRINTED] = True
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -195,15 +178,6 @@ def waiting(title: str) -> Iterator[None]:
     screen = console(stderr=True)
     with screen.status(title) if screen.is_terminal else nullcontext():
         yield
-
-
-def _tell_json(ctx: click.Context, error: Exception, sentence: str) -> None:
-    if ctx.meta.get(JSON_ASKED):
-        print_json({"error": sentence, "kind": type(error).__name__})
-
-
-def _os_sentence(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
 def finite(data: Any) -> Any:

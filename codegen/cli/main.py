@@ -6,9 +6,10 @@ import click
 
 from embforge.codegen.cli.bench import bench
 from embforge.codegen.cli.cache import cache
-from embforge.codegen.cli.common import EXIT_CODES, Commands
+from embforge.codegen.cli.common import EXIT_CODES
 from embforge.codegen.cli.demo import demo
 from embforge.codegen.cli.env import env
+from embforge.codegen.cli.failures import JSON_ERRORS, Commands
 from embforge.codegen.cli.gen import gen
 from embforge.codegen.cli.plan import plan
 from embforge.codegen.cli.record import record
@@ -18,7 +19,9 @@ from embforge.codegen.cli.tuned import tuned
 from embforge.codegen.cli.verify import verify
 
 
-@click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands, epilog=f"{EXIT_CODES}\n\n{JSON_ERRORS}", context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(package_name="embforge")
 def main() -> None:
     """Fused embedding kernels, generated for your spec, for any GPU since sm_75 and for this CPU.

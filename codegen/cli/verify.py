@@ -13,7 +13,6 @@ import click
 from embforge.codegen.cli.common import (
     CHECK_FAILED,
     EXIT_CODES,
-    JSON_ASKED,
     OK,
     console,
     json_option,
@@ -128,7 +127,6 @@ def verify(
     if as_json:
         facts = {"device": report.device} if report.device else {}
         print_json(verdict(spec, report) | facts | data | ({"report": str(report_path)} if report_path else {}))
-        ctx.meta[JSON_ASKED] = False  # what may still go wrong is no second document
     if report_path is not None:
         write_report(report_path, report_data(spec, report, began) | data)
         if not as_json:

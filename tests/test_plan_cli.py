@@ -50,8 +50,8 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBFORGE_TUNED_DIR", str(tmp_path / "store"))
 
 
-def run(*words: str | Path, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ["plan", *map(str, words)], env={"COLUMNS": "200"})
+def run(*words: str | Path, code: int = 0, columns: int = 200) -> Result:
+    result = CliRunner().invoke(main, ["plan", *map(str, words)], env={"COLUMNS": str(columns)})
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -66,6 +66,16 @@ def test_help_teaches() -> None:
     text = run("--help").stdout
     for word in ("embforge plan dlrm --topology h100x8 --world-size 1024", "--calibrate", "--json", "Exit codes: 0"):
         assert word in text
+
+
+@pytest.mark.parametrize("sizes", [[], ["--world-size", "8", "--world-size", "1024"]])
+def test_tables_fit_80_columns(sizes: list[str]) -> None:
+    text = run("dlrm", "--topology", "h100x8", *sizes, columns=80).stdout.partition("predicted, not measured")[0]
+    lines = [line for line in text.splitlines() if not line.startswith("memory a rank")]
+    assert "…" not in text  # nothing is cut off
+    assert max(map(len, lines)) <= 80
+    if not sizes:
+        assert "why table_wise: whole bags on one rank: fewest bytes (t2, " in text
 
 
 def test_a_plan_with_its_reasons_bytes_and_assumptions(tiny: str) -> None:
@@ -111,7 +121,7 @@ def test_kinds_formats_and_optimizers_change_what_is_expected(tiny: str) -> None
 def test_several_world_sizes_are_a_table_and_a_picture(tiny: str, tmp_path: Path) -> None:
     sizes = ("--world-size", "8", "--world-size", "64", "--world-size", "1024")
     text = run(tiny, "--topology", "h100x8", *sizes, "--plot", tmp_path / "scaling.svg").stdout
-    assert "1,024" in text and "prefetched" in text
+    assert "1,024" in text and "by rail" in text
     picture = ElementTree.parse(tmp_path / "scaling.svg").getroot()
     words = " ".join(element.text or "" for element in picture.iter() if element.tag.endswith("text"))
     assert "Step, by phase" in words and "1,024" in words and "assumed, not measured" in words

@@ -31,12 +31,17 @@ PATIENCE = 20.0
 """Seconds to wait for others to leave the machine alone before timing."""
 NEXT = """What to do next
   look at the kernels      {out}/*.cpp, {out}/*.cu
-  with your own tables     write a spec like examples/specs/dlrm.toml (`embforge schema` has its JSON schema), then
-                           embforge gen SPEC --target cuda --arch sm_90 --out kernels/
-  tuned for your machine   embforge tune dlrm --budget 3m; modules use what it finds
-  check every plan field   embforge verify dlrm --on cpu; embforge verify dlrm --on simt --counters
-  from Python              ef.EmbeddingCollection(ef.CollectionSpec.from_toml("SPEC")); see README.md
-  if you have a GPU        embforge verify dlrm --on cuda: you would be the first, and we would love to hear"""
+  with your own tables     write a spec like examples/specs/dlrm.toml
+                           (`embforge schema` has its JSON schema), then
+                           embforge gen SPEC --target cuda --out DIR
+  tuned for your machine   embforge tune dlrm --budget 3m
+                           modules use what it finds
+  check every plan field   embforge verify dlrm --on cpu
+                           embforge verify dlrm --on simt --counters
+  from Python              spec = ef.CollectionSpec.from_toml("SPEC")
+                           ef.EmbeddingCollection(spec); see README.md
+  if you have a GPU        embforge verify dlrm --on cuda
+                           you would be the first, and we would love to hear"""
 
 
 @click.command(epilog=EXIT_CODES)

@@ -266,12 +266,21 @@ def _json(planned: Sequence[Planned], notes: Sequence[str], files: dict[str, Pat
 def _print(
     spec: CollectionSpec, planned: Sequence[Planned], notes: Sequence[str], files: dict[str, Path | None]
 ) -> None:
-    from embforge.codegen.cli.plan_tables import byte_table, kind_table, memory_line, scaling_table, step_table
+    from embforge.codegen.cli.plan_tables import (
+        byte_table,
+        kind_table,
+        memory_line,
+        reasons,
+        scaling_table,
+        step_table,
+    )
 
     screen = console()
     last = planned[-1]
     if len(planned) == 1:
         screen.print(kind_table(spec, last.plan, last.choices))
+        for line in reasons(last.choices):
+            screen.print(line, markup=False)
         screen.print(byte_table(last.simulation))
         screen.print(step_table(last.simulation))
         screen.print(memory_line(last.simulation), soft_wrap=True, markup=False)

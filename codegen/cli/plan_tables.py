@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -15,26 +16,37 @@ from embforge.codegen.spec import CollectionSpec
 
 
 def kind_table(spec: CollectionSpec, plan: ShardPlan, choices: Sequence[Choice]) -> Table:
-    """A line a table: its kind and, of a plan that was searched for, the reason and the next best."""
-    table = Table("table", "rows x dim", "kind")
+    """A line per table: its kind and, for a plan that was searched for, the next best. `reasons` says why."""
+    table = _plain()
+    table.add_column("table", overflow="fold")
+    table.add_column("rows x dim", justify="right", no_wrap=True)
+    table.add_column("kind", overflow="fold")
     if choices:
-        for heading in ("most on a rank", "why", "next best"):
-            table.add_column(heading)
+        table.add_column("most\non a rank", justify="right", no_wrap=True)
+        table.add_column("next best", overflow="fold")
     by_name = {choice.table: choice for choice in choices}
     for one in spec.tables:
         cells = [one.name, f"{one.num_embeddings:,} x {one.embedding_dim}", describe(plan.kind(one.name))]
         if choice := by_name.get(one.name):
-            more = f"{choice.second}: {duration(choice.second_more, signed=True)}" if choice.second else ""
-            cells += [size(choice.memory), choice.why, more]
+            more = f"{duration(choice.second_more, signed=True)} {choice.second}" if choice.second else ""
+            cells += [size(choice.memory), more]
         table.add_row(*map(escape, cells))
     return table
 
 
+def reasons(choices: Sequence[Choice]) -> list[str]:
+    """Why tables have their kinds, a line per reason: few reasons serve many tables."""
+    tables: dict[str, list[str]] = {}
+    for choice in choices:
+        tables.setdefault(f"{choice.kind.name}: {choice.why}", []).append(choice.table)
+    return [f"why {why} ({', '.join(names)})" for why, names in tables.items()]
+
+
 def byte_table(simulation: Simulation) -> Table:
-    """A line a counter: bytes that a rank sends in a step."""
-    table = Table("bytes that a rank sends a step", title_justify="left")
-    for heading in ("inside its node: mean", "most", "by its rail: mean", "most"):
-        table.add_column(heading, justify="right")
+    """A line per counter: bytes that a rank sends in a step."""
+    table = _plain("bytes that a rank\nsends per step")
+    for heading in ("inside its node:\nmean", "\nmost", "by its rail:\nmean", "\nmost"):
+        table.add_column(heading, justify="right", no_wrap=True)
     names = [*simulation.node_bytes, *(name for name in simulation.rail_bytes if name not in simulation.node_bytes)]
     for name in names:
         cells = []
@@ -48,10 +60,10 @@ def byte_table(simulation: Simulation) -> Table:
 
 
 def step_table(simulation: Simulation) -> Table:
-    """A line a phase."""
-    table = Table("phase of a step")
+    """A line per phase."""
+    table = _plain("phase of a step")
     for heading in ("mean rank", "slowest rank", "share"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, spread in simulation.phases.items():
         if spread.high:
             share = spread.high / simulation.seconds
@@ -72,11 +84,12 @@ def memory_line(simulation: Simulation) -> str:
 
 
 def scaling_table(simulations: Sequence[Simulation]) -> Table:
-    """A line a world size."""
-    table = Table("ranks", "nodes")
-    headings = ("memory a rank", "buffers", "sent inside", "sent by rail", "step", "prefetched", "imbalance", "samples")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    """A line per world size; 80 columns hold it."""
+    table = _plain()
+    table.padding = 0
+    headings = ("ranks", "nodes", "memory\nof a rank", "\nbuffers", "sent\ninside", "sent\nby rail", "\nstep")
+    for heading in (*headings, "ids pre-\nfetched", "imbal-\nance", "\nsamples"):
+        table.add_column(heading, justify="right", no_wrap=True)
     first = simulations[0]
     for one in simulations:
         inside, rail = (sum(s.high for s in side.values()) for side in (one.node_bytes, one.rail_bytes))
@@ -94,6 +107,11 @@ def scaling_table(simulations: Sequence[Simulation]) -> Table:
             f"{growth:.1f}x",
         )
     return table
+
+
+def _plain(*headings: str) -> Table:
+    """A table without lines between columns, which cost three of 80 characters each."""
+    return Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def duration(seconds: float, signed: bool = False) -> str:

@@ -75,7 +75,8 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
     def say(*lines: Any) -> None:
         if not as_json:
             for line in lines:
-                screen.print(line, soft_wrap=isinstance(line, str))
+                heading = isinstance(line, str) and line.startswith("[bold]")  # wraps between words; a path does not
+                screen.print(line, soft_wrap=isinstance(line, str) and not heading)
 
     spec = load_spec(EXAMPLE)
     dims = sorted({t.embedding_dim for t in spec.tables})

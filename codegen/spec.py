@@ -32,6 +32,7 @@ POOLINGS: tuple[str, ...] = get_args(Pooling)
 MAX_DIM = 16384
 MAX_ROWS = 2**40
 MAX_HOTNESS = 2**20
+MAX_ID = 2**63 - 1
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 NAME_RULE = "a letter or _ followed by letters, digits, '_', '-' or '.'"
 SYNONYMS = {
@@ -135,8 +136,9 @@ class FeatureSpec:
     columns. For any other pooling: the usual number of ids of a bag, from which verify, bench and tune make their
     batches; no kernel depends on it, and longer bags are as good."""
     padding_idx: Count | None = None
-    """The id that stands for no id: pools are made without it. With `concat` and `none` its row is looked up as any
-    other. This feature never trains that row."""
+    """The id that stands for no id. If it is a row of the table, pools are made without it, `concat` and `none` look
+    its row up as any other, and this feature never trains that row. Any other whole number, as -1, is an id that is
+    absent: without a part in pools, zeros in `concat` and `none`, and no mistake whatever bounds_check says."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)
@@ -186,10 +188,10 @@ class CollectionSpec:
                     entry=("feature", place),
                     field="table",
                 )
-            if feature.padding_idx is not None and not 0 <= feature.padding_idx < table.num_embeddings:
+            if feature.padding_idx is not None and abs(feature.padding_idx) > MAX_ID:
                 raise SpecError(
-                    f"feature {feature.name!r}: padding_idx={feature.padding_idx} is not a row of table "
-                    f"{table.name!r}; allowed: 0 to {table.num_embeddings - 1}",
+                    f"feature {feature.name!r}: padding_idx={feature.padding_idx} is out of range; allowed: a row of "
+                    f"table {table.name!r}, 0 to {table.num_embeddings - 1}, or an id that is absent, as -1",
                     entry=("feature", place),
                     field="padding_idx",
                 )
@@ -226,6 +228,20 @@ class CollectionSpec:
             features.append(replace(feature, name=f"f{place}", table=numbers[feature.table], hotness=hotness))
         tables = tuple(replace(table, name=numbers[table.name]) for table in self.tables)
         return CollectionSpec(tables, tuple(features), self.output_dtype)
+
+    def padding_row(self, feature: FeatureSpec) -> int | None:
+        """The row that is the feature's padding; None if there is none, or if its padding id is no row."""
+        padding, rows = feature.padding_idx, self.table(feature.table).num_embeddings
+        return padding if padding is not None and 0 <= padding < rows else None
+
+    def absent_id(self, feature: FeatureSpec) -> int | None:
+        """The id outside of the feature's table that is its padding, and so no mistake; None if there is none."""
+        return None if self.padding_row(feature) is not None else feature.padding_idx
+
+    @property
+    def has_absent_ids(self) -> bool:
+        """Whether the padding id of any feature is no row."""
+        return any(self.absent_id(feature) is not None for feature in self.features)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without fields that hold their default; `from_dict` reads it back."""

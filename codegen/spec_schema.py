@@ -8,7 +8,16 @@ from pydantic import TypeAdapter
 
 from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.numbers import WHOLE_NUMBER_TEXT
-from embforge.codegen.spec import MAX_DIM, MAX_HOTNESS, MAX_ROWS, NAME_PATTERN, CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.spec import (
+    MAX_DIM,
+    MAX_HOTNESS,
+    MAX_ID,
+    MAX_ROWS,
+    NAME_PATTERN,
+    CollectionSpec,
+    FeatureSpec,
+    TableSpec,
+)
 
 NAME = {"type": "string", "pattern": f"^{NAME_PATTERN.pattern}$"}
 
@@ -22,7 +31,7 @@ def json_schema() -> dict[str, Any]:
     table["num_embeddings"] = _count(table["num_embeddings"], 1, MAX_ROWS)
     table["embedding_dim"] = _count(table["embedding_dim"], 1, MAX_DIM)
     feature["hotness"] = _count(feature["hotness"], 1, MAX_HOTNESS)
-    feature["padding_idx"] = _count(feature["padding_idx"], 0, MAX_ROWS - 1)
+    feature["padding_idx"] = _count(feature["padding_idx"], -MAX_ID, MAX_ID)
     table["dtype"] = _dtype(table["dtype"], TABLE_DTYPES)
     features["allOf"] = [
         _if_pooling("concat", {"required": ["hotness"], "properties": {"hotness": {"type": ["integer", "string"]}}}),

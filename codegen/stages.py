@@ -16,14 +16,15 @@ from embforge.codegen.dtypes import ID_DTYPES, OUTPUT_DTYPES
 from embforge.codegen.errors import PlanError
 from embforge.codegen.signature import ALL_TARGETS, Argument, parameter_list
 
-STAGES_SCHEMA = 2
+STAGES_SCHEMA = 3
 """Raised whenever a stage's meaning changes."""
 
-FEATURE_WORDS = ("rows", "padding", "base", "divides", "divisor_column", "hotness", "weighted")
+FEATURE_WORDS = ("rows", "padding", "base", "divides", "divisor_column", "hotness", "weighted", "absent")
 """What `features` holds for each feature. `rows`: ids are smaller (-1: not checked). `padding`: an id that pooled bags
 leave out, or -1. `base` is added to every id. `divides`: DIVIDES of its pooling. `hotness`: most ids of a concat
 bag, 0:
-any number. `weighted`: whether weights count in the divisor."""
+any number. `weighted`: whether weights count in the divisor. `absent`: an id that is no row, and no mistake; or 0,
+which is a row."""
 DIVIDES = {"mean": 1, "sqrtn": 2}
 
 BUCKETING_WORDS = ("feature", "shards", "block", "first", "sequence", "layer", "checks")

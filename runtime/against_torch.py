@@ -63,17 +63,17 @@ class _Bags(NamedTuple):
 
     def embedding(self, have: Tensor) -> Difference:
         """`none` is a copy of rows: it may differ by the conversion to the output dtype, which torch does too."""
-        want = (
-            functional.embedding(self.ids, self.table) if self.table.element_size() > 1 else self.table[self.ids.long()]
-        )
-        return self._difference("torch.nn.functional.embedding", have, want.float().to(have.dtype).double(), None)
+        ids = self.ids.long().clamp(0, len(self.table) - 1)  # of ids that are no rows, which give zeros
+        want = functional.embedding(ids, self.table) if self.table.element_size() > 1 else self.table[ids]
+        want = want.float().to(have.dtype).double().masked_fill((ids != self.ids)[:, None], 0.0)
+        return self._difference("torch.nn.functional.embedding", have, want, None)
 
     def embedding_bag(self, have: Tensor, weights: Tensor | None) -> Difference:
         """Torch is asked in float64, so that the difference is ours alone; it may be the roundoff of the canonical
         sum and of the output dtype."""
         # Only the rows in use, so that torch neither copies nor converts the whole table.
         used, ids = torch.unique(self.ids.long(), return_inverse=True)
-        rows = self.table.index_select(0, used).double()
+        rows = self.table.index_select(0, used.clamp(0, len(self.table) - 1)).double()  # a padding id may be no row
         pooling, padding = self.placed.feature.pooling, None
         if self.placed.feature.padding_idx is not None and bool((used == self.placed.feature.padding_idx).any()):
             padding = int((used == self.placed.feature.padding_idx).nonzero())

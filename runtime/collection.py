@@ -22,7 +22,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
 from embforge.exported import ExportedLookup
-from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved
+from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved, usual_bounds_check
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of, places_of
 from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
@@ -60,8 +60,9 @@ class EmbeddingCollection(Trained):
     `device`: where tables are; None: torch's default, as `with torch.device("meta")` sets it. `backend`: "cuda", "cpu",
     "simt" (the CUDA kernels executed on the CPU, slowly, every access checked) or "reference"; None picks by device.
     `bounds_check`: "error" raises IndexError for an id outside its table, "zero" takes such ids as absent, "unchecked"
-    trusts them. `kernels`: a directory that `embforge gen` wrote, looked in before the cache. `params`,
-    `backward_params`: plan fields to use; None: what `embforge tune` found for this spec and machine, else the default.
+    trusts them (and is "zero" where a `padding_idx` is no row). `kernels`: a directory that `embforge gen` wrote,
+    looked in before the cache. `params`, `backward_params`: plan fields to use; None: what `embforge tune` found for
+    this spec and machine, else the default.
     `batch_size`: the usual samples a call, if known: it chooses among tuned results and limits nothing.
 
     `optimizer`: one of `ef.optim`, which updates rows in the backward pass (every forward's backward is one update), or
@@ -95,7 +96,7 @@ class EmbeddingCollection(Trained):
         self._facade = None
         self.layout: CollectionLayout = layout_of(spec, self._trainer.update)
         self._has_sequence = bool(self.layout.sequence_features)
-        self._bounds_check: str = bounds_check
+        self._bounds_check: str = usual_bounds_check(spec, bounds_check)
         self.backend = backend_on(device, backend)
         self.kernels = str(kernels) if kernels is not None else None
         self._given: dict[str, Params | None] = {"forward": params, "backward": backward_params}

@@ -35,6 +35,11 @@ CPU = torch.device("cpu")
 """The device of host tensors. Passing this very object to `normalise` saves it a comparison."""
 
 
+def usual_bounds_check(spec: CollectionSpec, bounds_check: BoundsCheck) -> BoundsCheck:
+    """How ids are looked at: who trusts them lets them be looked at, which padding ids that are no rows need."""
+    return "zero" if bounds_check == "unchecked" and spec.has_absent_ids else bounds_check
+
+
 class Batch(NamedTuple):
     """A call in its one form: 1-D contiguous tensors on the tables' device, offsets in the dtype of values."""
 
@@ -305,7 +310,8 @@ def _check_ids(spec: CollectionSpec, index: int, values: Tensor, borders: Tensor
     table = spec.table(feature.table)
     begin = int(borders[0])
     ids = values[begin : int(borders[-1])]
-    at = _first((ids < 0) | (ids >= table.num_embeddings))
+    wrong = (ids < 0) | (ids >= table.num_embeddings)
+    at = _first(wrong if feature.padding_idx is None else wrong & (ids != feature.padding_idx))
     if at is None:
         return
     place = torch.tensor([begin + at], dtype=borders.dtype, device=borders.device)

@@ -139,7 +139,8 @@ def shrunk(spec: CollectionSpec, rows: int = SMALL_ROWS) -> CollectionSpec:
     """The spec with tables of at most so many rows, but for padding ids, which stay among them."""
 
     def smaller(table: TableSpec) -> TableSpec:
-        padding = [f.padding_idx for f in spec.features if f.table == table.name and f.padding_idx is not None]
+        rows_of = [spec.padding_row(f) for f in spec.features if f.table == table.name]
+        padding = [row for row in rows_of if row is not None]
         return replace(table, num_embeddings=min(table.num_embeddings, max([rows - 1, *padding]) + 1))
 
     return replace(spec, tables=tuple(map(smaller, spec.tables)))

@@ -168,6 +168,34 @@ def a_batch_that_changes_before_the_backward(rank: int, size: int) -> list[str]:
     return found
 
 
+def padding_that_is_no_row(rank: int, size: int) -> list[str]:
+    """Plans whose results or rows differ from the unsharded collection's, where padding is -1 and past the table."""
+    features = [
+        ef.FeatureSpec(pooling, "a", pooling, pooling == "mean", 3, padding)  # type: ignore[arg-type]
+        for pooling, padding in (("sum", -1), ("mean", ROWS), ("max", -1), ("none", -1), ("concat", ROWS + 5))
+    ]
+    spec = ef.CollectionSpec((ef.TableSpec("a", ROWS, DIM),), features)
+    ids = [i for f in features for i in (1, f.padding_idx, 3, f.padding_idx, 2)]
+    batch = torch.tensor(ids), offsets(*([2, 1, 2] * len(features))), torch.linspace(1, 2, len(ids))
+    wrong = []
+    for name, kind in (
+        ("rows", RowWise()), ("columns", ColumnWise(2)), ("table", TableWise(size - 1)), ("replicas", DataParallel()),
+    ):  # fmt: skip
+        alone = ef.EmbeddingCollection(spec, backend="reference", optimizer=ef.optim.SGD(lr=1.0))
+        with torch.no_grad():
+            alone.weight("a").fill_(1)
+        modules = made(spec, {"a": kind}), alone
+        results = [module.forward_dict(*batch) for module in modules]
+        if any(not torch.equal(results[0][f.name], results[1][f.name]) for f in features):
+            wrong.append(f"{name}: results")
+        for module, result in zip(modules, results, strict=True):
+            for _ in range(1 if module is modules[0] else size):  # every rank has the same samples
+                sum(r.sum() for r in result.values()).backward(retain_graph=True)  # type: ignore[union-attr]
+        if not torch.allclose(modules[0].full("a"), alone.weight("a")):
+            wrong.append(f"{name}: rows")
+    return wrong
+
+
 def recomputed_forwards(rank: int, size: int) -> str:
     module = made(spec_of(), {"a": RowWise()})
     batch = torch.tensor([0]), offsets(1)
@@ -309,6 +337,7 @@ WORKS = (
     gradients_of_weights_are_not_averaged,
     weights_after_rows_have_changed,
     a_batch_that_changes_before_the_backward,
+    padding_that_is_no_row,
     recomputed_forwards,
     calls_between_prefetched_batches,
     a_batch_of_another_module,

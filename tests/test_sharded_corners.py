@@ -49,6 +49,10 @@ def test_a_batch_that_changes_before_the_backward_is_refused(found: list[dict[st
         assert len(texts) == 2 and all("modified by an inplace operation" in text for text in texts)
 
 
+def test_padding_that_is_no_row_is_absent(found: list[dict[str, Any]]) -> None:
+    assert of(found, corners.padding_that_is_no_row) == [[]] * len(found)
+
+
 def test_calls_between_prefetched_batches(found: list[dict[str, Any]]) -> None:
     assert of(found, corners.calls_between_prefetched_batches) == [40] * len(found)
 

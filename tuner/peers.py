@@ -130,11 +130,17 @@ def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
     return rows
 
 
+def torch_padding(feature: FeatureSpec, rows: int) -> int | None:
+    """The padding row for torch, which takes -1 for the last one. Other padding ids occur in no workload."""
+    return feature.padding_idx if feature.padding_idx in range(rows) else None
+
+
 def _torch_module(feature: FeatureSpec, weight: Tensor) -> nn.Module:
+    padding = torch_padding(feature, len(weight))
     if feature.pooling == "none":
-        module: nn.Module = nn.Embedding.from_pretrained(weight, padding_idx=feature.padding_idx)
+        module: nn.Module = nn.Embedding.from_pretrained(weight, padding_idx=padding)
     else:
-        module = nn.EmbeddingBag.from_pretrained(weight, mode=feature.pooling, padding_idx=feature.padding_idx)
+        module = nn.EmbeddingBag.from_pretrained(weight, mode=feature.pooling, padding_idx=padding)
     return module
 
 

@@ -29,6 +29,7 @@ from embforge.tuner.peers import (
     filled_rows,
     sparse_type,
     torch_arguments,
+    torch_padding,
 )
 from embforge.tuner.training_rules import ADAM_EPS, BETAS, EPS, LR, Gradients, Trainee, gradients_of
 from embforge.tuner.workload import Batch
@@ -118,7 +119,8 @@ def _torch_trainee(spec: CollectionSpec, rule: str, device: str, *, sparse: bool
     weights = {t.name: nn.Parameter(filled_rows(spec, index, device)) for index, t in enumerate(spec.tables)}
     modules: list[nn.Module] = []
     for feature in spec.features:
-        options: dict[str, Any] = {"sparse": sparse, "freeze": False, "padding_idx": feature.padding_idx}
+        padding = torch_padding(feature, len(weights[feature.table]))
+        options: dict[str, Any] = {"sparse": sparse, "freeze": False, "padding_idx": padding}
         if feature.pooling == "none":
             modules.append(nn.Embedding.from_pretrained(weights[feature.table], **options))
         else:

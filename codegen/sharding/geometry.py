@@ -20,6 +20,8 @@ SEQUENCE_POOLINGS = ("none", "concat")
 SUMMED_POOLINGS = ("sum", "mean", "sqrtn")
 """Features whose partial pools may be added up on their way. Maxima are not: their winner must be known at the end."""
 INT32_ROWS = 2**31 - 1
+NO_ROW = -1
+"""What travels in the place of an id that is no row."""
 
 
 @dataclass(frozen=True)
@@ -338,14 +340,18 @@ def _local_feature(
 ) -> FeatureSpec:
     """Sums and maxima of what a shard holds; division, weights of rows and places in a bag are the sender's work."""
     name = f"{feature.name}.{number}" if placed.columns_split else feature.name
+    all_rows = range(placed.table.num_embeddings)
     if feature.pooling in SEQUENCE_POOLINGS:
         # The sender leaves padding out of bags that several ranks pool. Here its row is wanted, and must not be
         # trained.
         rows = placed.rows(placed.pieces[number], shard)
-        padding = None if feature.padding_idx is None else rows.local(feature.padding_idx)
+        padding = feature.padding_idx
+        padding = rows.local(padding) if padding is not None and padding in all_rows else None
         return FeatureSpec(name, table, "none", padding_idx=padding)
     pooling: Pooling = "max" if feature.pooling == "max" else "sum"
     # A bag that one rank pools goes there as it is, so that its chunks of the canonical sum are what they were.
     whole = len(placed.pieces[number].owners) == 1
-    padding = feature.padding_idx + base if whole and feature.padding_idx is not None else None
+    padding = feature.padding_idx if whole else None
+    if padding is not None:
+        padding = padding + base if padding in all_rows else NO_ROW
     return FeatureSpec(name, table, pooling, feature.weighted, feature.hotness, padding)

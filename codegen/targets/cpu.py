@@ -19,6 +19,7 @@ from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import arguments_of, prototype
+from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets import Source, Target
 from embforge.codegen.targets.cpu_backward import backward_facts, reduce_facts, weight_gradient_facts
 from embforge.codegen.targets.cpu_geometry import lies_in_cache, rows_at_once, streams_results, touched_bytes
@@ -52,8 +53,9 @@ def facts(plan: Plan) -> dict[str, Any]:
         "winner_width": plan.layout.winner_width,
         "arguments": arguments_of("cpu", plan.op),
         "prototype": prototype("cpu", plan.op),
-        "buckets": [_bucket_facts(bucket) for bucket in plan.buckets],
+        "buckets": [_bucket_facts(plan.spec, bucket) for bucket in plan.buckets],
         "features": [_feature_facts(plan, placed, buckets[placed.index]) for placed in plan.layout.features],
+        "any_absent": plan.spec.has_absent_ids,
     }
 
 
@@ -93,7 +95,7 @@ def _params(plan: Plan) -> CpuParams:
     return plan.params
 
 
-def _bucket_facts(bucket: Bucket) -> dict[str, Any]:
+def _bucket_facts(spec: CollectionSpec, bucket: Bucket) -> dict[str, Any]:
     return {
         "label": bucket.label,
         "comment": bucket_line(bucket),
@@ -101,7 +103,7 @@ def _bucket_facts(bucket: Bucket) -> dict[str, Any]:
         "dim": bucket.dim,
         "stride_bytes": bucket.stride_bytes,
         "weighted": bucket.weighted,
-        "padded": any(f.feature.padding_idx is not None for f in bucket.features),
+        "padded": any(spec.padding_row(f.feature) is not None for f in bucket.features),
         "is_max": bucket.pooling == "max",
     }
 
@@ -113,14 +115,15 @@ def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket) -> dict[st
     result_bytes = placed.width * DTYPES[plan.spec.output_dtype].bytes
     if plan.op == "forward_train" and feature.pooling == "max":
         result_bytes += placed.dim * DTYPES[plan.id_dtype].bytes
-    padding = feature.padding_idx if pooled and feature.padding_idx is not None else -1
+    padding = plan.spec.padding_row(feature) if pooled else None
     return {
         "name": feature.name,
         "table_index": placed.table_index,
         "pooling": feature.pooling,
         "dim": placed.dim,
         "column": placed.column or 0,
-        "padding": padding,
+        "padding": -1 if padding is None else padding,
+        "absent": plan.spec.absent_id(feature) or 0,
         "hotness": feature.hotness if feature.pooling == "concat" else 0,
         "ahead": _rows_ahead(plan, placed, bucket),
         "kept": plan.layout.kept_column(placed.index),

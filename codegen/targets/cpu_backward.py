@@ -14,6 +14,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
 from embforge.codegen.signature import UPDATE_METADATA_WORDS, arguments_of, prototype
+from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.cpu_geometry import lies_in_cache, touched_bytes
 from embforge.codegen.targets.isa import FLAGS, isa_of
 
@@ -57,7 +58,7 @@ def reduce_facts(plan: Plan) -> dict[str, Any]:
         tables.append(_table_facts(plan, placed, kind, label) | {"first_feature": first})
         first += len(using)
         tables[-1]["last_feature"] = first
-    features = _features(layout)
+    features = _features(plan.spec, layout)
     return {
         **_shared(plan),
         "entries": [f"{plan.symbol}_count", plan.symbol],
@@ -93,7 +94,7 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
 def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
     """Everything `cpu/weight_gradient.cpp.j2` names."""
     layout = plan.layout
-    features = _features(layout)
+    features = _features(plan.spec, layout)
     for facts, placed in zip(features, layout.features, strict=True):
         table = layout.tables[placed.table_index]
         facts["label"] = f"d{placed.dim}_{table.table.dtype}"
@@ -137,6 +138,7 @@ def _shared(plan: Plan) -> dict[str, Any]:
         "divisor_width": layout.divisor_width,
         "winner_width": layout.winner_width,
         "most_dim": max(t.table.embedding_dim for t in layout.tables),
+        "any_absent": plan.spec.has_absent_ids,
         "metadata_words": len(UPDATE_METADATA_WORDS),
         "arguments": arguments_of("cpu", plan.op),
         "prototype": prototype("cpu", plan.op),
@@ -158,10 +160,11 @@ def _kind_of(features: list[FeatureLayout]) -> Kind:
     return Kind(sources, weighted, any(f.feature.pooling == "max" for f in features))
 
 
-def _features(layout: CollectionLayout) -> list[dict[str, Any]]:
+def _features(spec: CollectionSpec, layout: CollectionLayout) -> list[dict[str, Any]]:
     found, scaled = [], 0
     for placed in layout.features:
         feature = placed.feature
+        padding = spec.padding_row(feature)
         found.append(
             {
                 "index": placed.index,
@@ -172,7 +175,8 @@ def _features(layout: CollectionLayout) -> list[dict[str, Any]]:
                 "weighted": feature.weighted,
                 "dim": placed.dim,
                 "column": placed.column or 0,
-                "padding": -1 if feature.padding_idx is None else feature.padding_idx,
+                "padding": -1 if padding is None else padding,
+                "absent": spec.absent_id(feature) or 0,
                 "hotness": feature.hotness if feature.pooling == "concat" else 0,
                 "kept": layout.kept_column(placed.index),
                 "scaled": scaled,

@@ -47,8 +47,8 @@ CONSTANT_MEMORY = 60 * 1024
 """Bytes of constant memory that records may take; the compiler's own constants get the rest of the 64 KB."""
 FEATURE_RECORD, SHAPE_RECORD, SEQUENCE_RECORD = 40, 40, 12
 """Bytes of the template's Feature, Shape and SequenceFeature, at most."""
-KEPT_COLUMN = 8
-"""Bytes that a Feature is larger by if a backward will come."""
+KEPT_COLUMN = ABSENT_ID = 8
+"""Bytes that a Feature is larger by if a backward will come, and if a padding id is no row."""
 BF16_ARCH, FP8_ARCH = 80, 89
 """The first architectures that convert to bf16 and from fp8 by an instruction."""
 MERGE_LEVELS = 5
@@ -91,6 +91,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "arguments": arguments_of("cuda", plan.op),
         "prototype": prototype("cuda", plan.op),
         "features": [_feature_facts(plan, f) for g in geometry for f in g.bucket.features],
+        "any_absent": plan.spec.has_absent_ids,
         "sequence": _sequence_facts(geometry),
         "buckets": [_bucket_facts(g) for g in geometry],
         "has_pooled": bool(pooled),
@@ -128,7 +129,7 @@ def _narrow(output_dtype: str, arch: Arch) -> str | None:
 
 def _constant_bytes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> int:
     """Bytes of the records of features and buckets, at most."""
-    record = FEATURE_RECORD + (KEPT_COLUMN if trains(plan) else 0)
+    record = FEATURE_RECORD + (KEPT_COLUMN if trains(plan) else 0) + (ABSENT_ID if plan.spec.has_absent_ids else 0)
     features = record * len(plan.layout.features) + SEQUENCE_RECORD * len(plan.layout.sequence_features)
     return features + SHAPE_RECORD * len(geometry)
 
@@ -256,6 +257,7 @@ def _sequence_facts(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, int]
 
 def _feature_facts(plan: Plan, placed: FeatureLayout) -> dict[str, Any]:
     feature = placed.feature
+    padding = plan.spec.padding_row(feature)
     return {
         "index": placed.index,
         "table": placed.table_index,
@@ -264,7 +266,8 @@ def _feature_facts(plan: Plan, placed: FeatureLayout) -> dict[str, Any]:
         "hotness": feature.hotness if feature.pooling == "concat" else 0,
         "column": -1 if placed.column is None else placed.column,
         "kept": plan.layout.kept_column(placed.index),
-        "padding": -1 if feature.padding_idx is None else feature.padding_idx,
+        "padding": -1 if padding is None else padding,
+        "absent": plan.spec.absent_id(feature) or 0,
         "comment": f"{feature.name} -> {feature.table}",
     }
 

@@ -155,6 +155,7 @@ def common_facts(plan: Plan, dtypes: set[str]) -> dict[str, Any]:
         "arguments": arguments_of("cuda", plan.op),
         "parameters": _parameters(plan.op),
         "sequences": list(sequence),
+        "any_absent": plan.spec.has_absent_ids,
         "features": [
             _feature_facts(
                 plan, f, firsts[f.table_index], columns.get(f.index, 0 if f.index in scaled else -1), sequence
@@ -175,11 +176,13 @@ def _feature_facts(
     plan: Plan, placed: FeatureLayout, first: int, scaled: int, sequence: dict[int, int]
 ) -> dict[str, Any]:
     feature = placed.feature
+    padding = plan.spec.padding_row(feature)
     return {
         "table": placed.table_index,
         "dim": placed.dim,
         "first": first,
-        "padding": -1 if feature.padding_idx is None else feature.padding_idx,
+        "padding": -1 if padding is None else padding,
+        "absent": plan.spec.absent_id(feature) or 0,
         "column": -1 if placed.column is None else placed.column,
         "scaled": scaled,
         "kept": plan.layout.kept_column(placed.index),

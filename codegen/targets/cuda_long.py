@@ -24,8 +24,8 @@ from embforge.codegen.targets.cuda_geometry import (
 
 MOST_ROWS, MOST_SMALL_ROWS = 24, 16
 """In flight a lane, of rows for which bytes in flight are promised and of smaller ones."""
-SOURCE_BYTES = 32
-"""Of the kernel's struct Source."""
+SOURCE_BYTES, ABSENT_BYTES = 32, 8
+"""Of the kernel's struct Source, and what it has more if a padding id is no row."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def _with_chunks(plan: Plan, pooled: tuple[BucketGeometry, ...], chunks: int) ->
     winner_parts = _parts([g for g in pooled if g.bucket.pooling == "max"], chunks)
     weighted = any(g.bucket.weighted for g in pooled)
     ids = chunks * pitch
-    shared = SOURCE_BYTES + ids * row_bytes(plan) + 4 * (ids if weighted else 1) + 4 * parts + 8 * chunks
+    source = SOURCE_BYTES + (ABSENT_BYTES if plan.spec.has_absent_ids else 0)
+    shared = source + ids * row_bytes(plan) + 4 * (ids if weighted else 1) + 4 * parts + 8 * chunks
     shared += winner_parts if trains(plan) else 0
     return LongGeometry(kinds, chunks, pitch, parts, winner_parts, weighted, -(-shared // 8) * 8)
 

@@ -101,7 +101,8 @@ class IdBatch:
         for sample in range(self.size):
             bag = self.bag(feature, sample)
             for position in bag:
-                if not self.is_row(bucketing, position):
+                absent = self.ids[position] == self.features[feature]["absent"]
+                if not self.is_row(bucketing, position) and not absent:
                     kind = MISTAKES.index("BAD_ID") + 1
                     return [kind, feature, sample, position - bag.start, self.ids[position]]
         return None

@@ -23,7 +23,7 @@ from embforge.codegen.sharding.placement import place
 from embforge.codegen.sharding.topology import Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
-from embforge.inputs import BoundsCheck, normalise, resolved
+from embforge.inputs import BoundsCheck, normalise, resolved, usual_bounds_check
 from embforge.sharded.agreement import agree, common_node_size, wrong_argument
 from embforge.sharded.comm import Exchange, Ranks
 from embforge.sharded.distribute import Distributed, Distributor
@@ -130,7 +130,8 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         topology: Topology | None,
     ) -> None:
         """All that ranks have of their own, once they agree."""
-        spec, plan, device, bounds_check = self.spec, self.plan, self._device, self._bounds_check
+        spec, plan, device = self.spec, self.plan, self._device
+        bounds_check = usual_bounds_check(spec, self._bounds_check)
         placement = place(plan, spec, self._ranks.size, self._ranks.node_size)
         if topology is not None:
             check_memory(placement, optimizer.update, topology, batch_size or 0)

@@ -130,7 +130,16 @@ def _fuse(spec: CollectionSpec) -> _Fused:
         for name, tables in members.items()
     )
     features = tuple(
-        FeatureSpec(f.name, home[f.table][0], f.pooling, f.weighted, f.hotness, f.padding_idx) for f in spec.features
+        # A padding id that is no row must not be one of another table.
+        FeatureSpec(
+            f.name,
+            home[f.table][0],
+            f.pooling,
+            f.weighted,
+            f.hotness,
+            f.padding_idx if spec.absent_id(f) is None else -1,
+        )
+        for f in spec.features
     )
     bases = [home[feature.table][1] for feature in spec.features]
     return _Fused(CollectionSpec(fused, features, spec.output_dtype, spec.name), bases, members)

@@ -65,9 +65,11 @@ class Wiring:
         spec, layout = self.geometry.spec, self.geometry.layout
         for index, feature in enumerate(spec.features):
             base = self.base(index)
+            padding, absent = feature.padding_idx, spec.absent_id(feature)
             facts = {
                 "rows": base.rows,
-                "padding": -1 if feature.padding_idx is None else feature.padding_idx,
+                "padding": -1 if padding is None or absent is not None else padding,
+                "absent": absent or 0,
                 "base": base.first,
                 "divides": DIVIDES.get(feature.pooling, 0),
                 "divisor_column": layout.divisor_column.get(index, 0),

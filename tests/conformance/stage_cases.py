@@ -61,6 +61,7 @@ class Feature:
     pooling: str = "sum"
     splits: tuple[Split, ...] = (Split(2),)
     padding: int = -1
+    absent: int = 0
     base: int = 0
     hotness: int = 0
     weighted: bool = False
@@ -153,7 +154,7 @@ def bucketed(case: Case, formats: Sequence[str], device: torch.device | str = "c
     for index, feature in enumerate(case.features):
         divides = DIVIDES.get(feature.pooling, 0)
         known = (feature.rows, feature.padding, feature.base, divides, divisor_width, feature.hotness)
-        feature_rows.append([*known, int(feature.weighted)])
+        feature_rows.append([*known, int(feature.weighted), feature.absent])
         divisor_width += bool(divides)
         for layer, split in enumerate(feature.splits):
             first = len(shard_streams)

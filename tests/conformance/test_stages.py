@@ -171,6 +171,25 @@ def test_an_id_that_is_no_row_is_named(backend: str, feature: int) -> None:
 
 
 @every_backend
+def test_an_absent_id_is_no_mistake(backend: str) -> None:
+    kinds = ("mean", (Split(1),), -1), ("sum", (Split(3),), 12), ("none", (Split(2),), -1), ("concat", (Split(1),), 99)
+    features = tuple(Feature(10, pooling, splits, absent=absent, hotness=3) for pooling, splits, absent in kinds)
+    found = []
+    for tested in ("reference", backend):
+        result = made.bucketed(Case(features, ((2, 1, 3),) * 4, bounds=0), USUAL, device_of(tested))
+        for number, feature in enumerate(features):
+            result.given["values"][6 * number + 1] = feature.absent
+        made.count(loaded(tested, USUAL), result)
+        assert result.ok
+        found.append((result.header.cpu(), result.lengths.cpu(), result.divisors.cpu()))
+    assert all(map(torch.equal, *found))
+    result.given["values"][7] = -1  # the absent id of other features
+    result.mistake.zero_()
+    made.count(loaded(backend, USUAL), result)
+    assert result.mistake.tolist() == [MISTAKES.index("BAD_ID") + 1, 1, 0, 1, -1]
+
+
+@every_backend
 @pytest.mark.parametrize(
     ("offsets", "wanted"),
     [

@@ -123,7 +123,8 @@ def _normalise_any(spec: CollectionSpec, device: torch.device, parts: Parts) -> 
         lengths = _checked("lengths", flat_lengths(parts.lengths, features), (_INT32, _INT64), device)
         if lengths.numel() % features:
             raise ValueError(
-                f"lengths: length {lengths.numel()} does not fit {features} features; allowed: {features} * batch"
+                f"lengths: length {lengths.numel()} does not fit {features} features; allowed: {features} * batch, "
+                "the bags of the first feature first, or [features, batch]"
             )
         offsets = offsets_of(lengths)
     else:
@@ -166,7 +167,8 @@ def _checked(name: str, tensor: Any, dtypes: Sequence[torch.dtype], device: torc
 def _check_offsets_length(offsets: Tensor, features: int) -> None:
     if offsets.numel() == 0 or (offsets.numel() - 1) % features:
         raise ValueError(
-            f"offsets: length {offsets.numel()} does not fit {features} features; allowed: {features} * batch + 1"
+            f"offsets: length {offsets.numel()} does not fit {features} features; allowed: {features} * batch + 1, "
+            "the borders of the first feature's bags first"
         )
 
 

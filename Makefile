@@ -12,7 +12,7 @@ PEERS  := $(VENV)/.peers
 GOLDEN_SPECS := dlrm llm_vocab mixed
 GOLDEN_TRAINED := dlrm:rowwise_adagrad llm_vocab:adam mixed:sgd+l2
 
-.PHONY: help setup shell demo test soak bench oracle lanes lint format golden wheel lock clean
+.PHONY: help setup shell demo test soak bench footprint oracle lanes lint format golden wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -37,6 +37,9 @@ bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch,
 	$(RUN)python -m benchmarks.build_times
 	status=0; for part in "run forward" "run training" linear sharded; do \
 	    $(RUN)python -m benchmarks.$$part || status=1; done; exit $$status
+
+footprint: $(READY) ## bytes of a CPU-only install in a new environment, beside torch's own (2 minutes)
+	$(RUN)python -m benchmarks.footprint
 
 oracle: $(READY) ## ten runs of the tuner beside spaces that were measured whole (40 minutes); rewrites docs/tuning.md
 	$(RUN)python -m benchmarks.oracle tries --write

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import footprint
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "codegen", "examples", "runtime", "src", "templates", "tuner")
 
@@ -110,6 +112,15 @@ def test_simt_works_from_the_wheel(venv: Path, tmp_path: Path, fresh_cache: Path
     answer = finished(venv / "bin" / "python", "-c", LOOKUP_ON_SIMT, cwd=tmp_path)
     assert answer.stderr.count("embforge: compiling forward_simt") == answer.stderr.count("\n") == 1
     assert len(list(fresh_cache.rglob("kernel.so"))) == len(list(fresh_cache.rglob("simt_runtime/*/kernel.o"))) == 1
+
+
+@pytest.mark.soak
+def test_a_cpu_only_install_is_light_beside_torch(tmp_path: Path) -> None:
+    """From the package index, in a new environment, where a lookup then runs."""
+    torch, own, needed = footprint.measure(tmp_path)
+    assert own.packages == ("embforge",) and own.downloaded < 1_000_000
+    assert not [name for name in needed.packages if name.startswith(("cuda", "nvidia"))]
+    assert needed.downloaded < 60_000_000 < torch.downloaded
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.criteria import Verdict, judge, judge_all
+from benchmarks.headline import write_headline
 from benchmarks.page import write_page
 from benchmarks.suites import SUITES, Suite, run_workload
 from benchmarks.workloads import BenchWorkload, read_workloads
@@ -207,6 +208,9 @@ def _write(
     (RESULTS / suite.latest).write_text(_json(record), encoding="utf-8")
     page = write_page(ROOT / "docs", workloads, reports, verdicts, overall, suite)
     console.print(f"wrote {suite.latest} beside it, {page.relative_to(ROOT)} and its plot")
+    if suite.name == "forward":
+        write_headline(record)
+        console.print("wrote the number of README.md and its chart")
 
 
 def _json(record: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -161,13 +160,6 @@ def test_public_names_load_on_use() -> None:
         assert name in dir(embforge)
     with pytest.raises(AttributeError, match=r"no attribute 'Missing'.*EmbeddingCollection"):
         embforge.Missing  # noqa: B018
-
-
-def test_readme_examples_run_as_they_stand() -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    for example in examples:
-        assert len([line for line in example.splitlines() if line.strip()]) <= 15
-    run(sys.executable, "-c", "\n".join(examples))
 
 
 def test_make_shell_opens_a_shell_with_the_environment_active(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""The README's one number and one chart, from the last full run of lookups: `python -m benchmarks.headline`."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from benchmarks.page import replace_between
+from benchmarks.plot import GRID, INK, MUTED, STYLE
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).with_name("results") / "latest.json"
+README, CHART = ROOT / "README.md", ROOT / "docs" / "speed.svg"
+BEGIN, END = "<!-- headline: written by make bench -->", "<!-- end of headline -->"
+ROWS = {
+    "large": "batches, tables far\npast the cache",
+    "cache": "batches, tables\nin the cache",
+    "overhead": "one sample",
+}
+FASTER, SLOWER = "#2b8a6e", "#e4572e"
+OVER_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+PEERS = "the faster of torch.nn.EmbeddingBag and FBGEMM"
+
+
+def write_headline(record: dict[str, Any], readme: Path = README, chart: Path = CHART) -> None:
+    """Puts the number into the README, between markers, and draws the chart. `ValueError` without the markers."""
+    replace_between(readme, BEGIN, END, headline(record))
+    draw(chart, record)
+
+
+def headline(record: dict[str, Any]) -> str:
+    """The geometric mean with the conditions under which it was measured, as the README has it."""
+    machine, speedups = record["machine"], batches(record)
+    text = (
+        f"**{geometric_mean(speedups):.1f} times as fast** as {PEERS} at lookups on a CPU: the geometric mean of "
+        f"{len(speedups)} workloads, {min(speedups):.1f} to {max(speedups):.1f} times, in one run on "
+        f"{machine['threads']} threads ({machine['cpu']})."
+    )
+    return textwrap.fill(text, 80, break_on_hyphens=False) + "\n"
+
+
+def batches(record: dict[str, Any]) -> list[float]:
+    """Speed over the faster peer's, by workload; those of one sample measure call overhead and are left out."""
+    return [entry["speedup"] for entry in record["workloads"] if entry["group"] != "overhead"]
+
+
+def geometric_mean(speedups: list[float]) -> float:
+    return math.exp(sum(map(math.log, speedups)) / len(speedups))
+
+
+def draw(path: Path, record: dict[str, Any]) -> None:
+    """A dot per workload, a row per group, on a scale where twice as fast is as far as half as fast."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    machine, mean = record["machine"], geometric_mean(batches(record))
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(8, 3.1), layout="constrained")
+        axes.set_xscale("log", base=2)
+        axes.axvline(1, color=INK, linewidth=1)
+        axes.axvline(mean, color=FASTER, linewidth=1, linestyle=(0, (4, 3)))
+        for row, group in enumerate(ROWS):
+            _draw_row(axes, row, [entry for entry in record["workloads"] if entry["group"] == group])
+        axes.set_yticks(range(len(ROWS)), ROWS.values())
+        axes.set_ylim(len(ROWS) - 0.4, -0.6)
+        axes.set_xlim(0.85, 10)
+        axes.set_xticks([1, 2, 4, 8], ["1×", "2×", "4×", "8×"])
+        axes.minorticks_off()
+        for x, text, color in ((1, "as fast", INK), (mean, f"{mean:.1f}×, the batches' geometric mean", FASTER)):
+            axes.text(x, -0.63, text, ha="center", va="bottom", color=color, fontsize=8.5)
+        figure.suptitle(f"Lookups on a CPU: times as fast as {PEERS}", x=0.01, ha="left", fontsize=11)
+        axes.set_xlabel(
+            f"A dot is a workload. {machine['threads']} threads ({machine['cpu']}), torch "
+            f"{machine['torch'].partition('+')[0]}, FBGEMM {machine['fbgemm']}, {machine['date'][:10]}, one run.",
+            fontsize=8,
+        )
+        axes.tick_params(length=0)
+        axes.grid(axis="x", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _draw_row(axes: Any, row: int, entries: list[dict[str, Any]]) -> None:
+    """The row's workloads, those of nearly one speed above each other; the slowest and the fastest have their names."""
+    entries = sorted(entries, key=lambda entry: entry["speedup"])
+    stacked: dict[int, int] = {}
+    for entry in entries:
+        speed = entry["speedup"]
+        place = round(math.log2(speed) * 14)
+        stacked[place] = stacked.get(place, -1) + 1
+        color = FASTER if speed >= 1 else SLOWER
+        axes.scatter(speed, row - 0.16 * stacked[place], s=38, color=color, edgecolor="white", linewidth=0.8, zorder=3)
+    for entry in (entries[0], entries[-1]):
+        text = f"{entry['name'].removesuffix(', cached')}: {entry['speedup']:.2g}×"
+        axes.annotate(text, (entry["speedup"], row), xytext=(0, -8), textcoords="offset points", ha="center", va="top",
+                      fontsize=7.5, color=MUTED, bbox=OVER_LINES)  # fmt: skip
+
+
+def main() -> None:
+    """Rewrites both from the checked-in results."""
+    write_headline(json.loads(RESULTS.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

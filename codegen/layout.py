@@ -5,6 +5,7 @@ A layout is live storage: frozen when a module is made, never changed by the tun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -119,6 +120,11 @@ class CollectionLayout:
 
 def layout_of(spec: CollectionSpec, update: Update | None = None) -> CollectionLayout:
     """The one layout of a spec, with room for the states of an update. States never change where rows lie."""
+    return layout_by_table(spec, (update,) * len(spec.tables))
+
+
+def layout_by_table(spec: CollectionSpec, updates: Sequence[Update | None]) -> CollectionLayout:
+    """The layout of a spec whose tables have updates of their own, in the order of the tables."""
     table_index = {t.name: i for i, t in enumerate(spec.tables)}
     features = []
     column = 0
@@ -137,7 +143,9 @@ def layout_of(spec: CollectionSpec, update: Update | None = None) -> CollectionL
             )
         )
         column += width if pooled else 0
-    tables = tuple(_with_states(_table_layout(table), update) for table in spec.tables)
+    tables = tuple(
+        _with_states(_table_layout(table), update) for table, update in zip(spec.tables, updates, strict=True)
+    )
     return CollectionLayout(tables, tuple(features), column)
 
 

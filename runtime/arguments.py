@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,16 +77,28 @@ def rows_of(layout: CollectionLayout, blocks: Sequence[Tensor]) -> list[Tensor]:
     return tables
 
 
+class RulePlan(NamedTuple):
+    """The plan of an update, and the tables that it may train, by their places in the spec."""
+
+    plan: Plan
+    tables: tuple[int, ...]
+
+
 def check_states(
-    plan: Plan, tables: Sequence[Tensor], states: Sequence[Tensor], hyper: Tensor, counters: Tensor
+    rules: Sequence[RulePlan], tables: Sequence[Tensor], states: Sequence[Tensor], hyper: Tensor, counters: Tensor
 ) -> None:
     """What a backward reads and writes beside rows."""
-    assert plan.update is not None
-    wanted: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
-        ("states", state, (table.shape[0], placed.state_stride_bytes // STATE_BYTES), _FP32)
-        for state, table, placed in zip(states, tables, plan.layout.tables, strict=True)
-    ]
-    wanted.append(("hyper", hyper, (len(HYPER) + len(plan.update.rule.hyper),), torch.float64))
+    if len(states) != len(tables):
+        raise ValueError(f"states: {len(states)} for {len(tables)} tables; give one a table")
+    wanted: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = []
+    numbers = 0
+    for plan, places in rules:
+        assert plan.update is not None
+        for place in places:
+            width = plan.layout.tables[place].state_stride_bytes // STATE_BYTES
+            wanted.append(("states", states[place], (tables[place].shape[0], width), _FP32))
+        numbers += len(HYPER) + len(plan.update.rule.hyper)
+    wanted.append(("hyper", hyper, (numbers,), torch.float64))
     wanted.append(("counters", counters, (len(COUNTERS),), torch.int64))
     for name, tensor, shape, dtype in wanted:
         _check_tensor(name, tensor, shape, dtype)

@@ -15,7 +15,7 @@ from embforge import ops
 from embforge.arguments import sequence_elements
 from embforge.backends import DEVICES_OF, BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
-from embforge.codegen.layout import CollectionLayout, layout_of
+from embforge.codegen.layout import CollectionLayout, layout_by_table, layout_of
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
@@ -31,6 +31,7 @@ from embforge.trace_file import FILE_VARIABLE
 from embforge.training.around import refuse_average
 from embforge.training.calls import Programs
 from embforge.training.numbers import drawn_seed
+from embforge.training.rule_groups import rule_groups
 from embforge.training.trained import Trained
 from embforge.training.trainer import Trainer
 
@@ -66,7 +67,8 @@ class EmbeddingCollection(Trained):
     `batch_size`: the usual samples a call, if known: it chooses among tuned results and limits nothing.
 
     `optimizer`: one of `ef.optim`, which updates rows in the backward pass (every forward's backward is one update), or
-    with `accumulate=True` in `step()`; None: tables are parameters with sparse gradients for torch.optim.
+    with `accumulate=True` in `step()`; None: tables are parameters with sparse gradients for torch.optim. A mapping, as
+    `{"users": ef.optim.Adam(), "*": ef.optim.SGD()}`, gives tables optimizers of their own; with None in it, none.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class EmbeddingCollection(Trained):
             raise ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
         self.spec = spec
         device = chosen_device(device)
-        self._trainer = Trainer(optimizer, accumulate, device)
-        self._fused = optimizer is not None
+        groups = rule_groups(optimizer, spec)
+        self._trainer = Trainer(groups, accumulate, device)
+        self._fused = groups is not None
         self._facade = None
-        self.layout: CollectionLayout = layout_of(spec, self._trainer.update)
+        self.layout: CollectionLayout = layout_of(spec) if groups is None else layout_by_table(spec, groups.updates())
         self._has_sequence = bool(self.layout.sequence_features)
         self._bounds_check: str = usual_bounds_check(spec, bounds_check)
         self.backend = backend_on(device, backend)
@@ -106,10 +109,13 @@ class EmbeddingCollection(Trained):
         self._batch_size = batch_size
         self._choices: dict[str, Choices] = {}
         self.tables = Tables()
-        for table in self.layout.tables:
+        for place, table in enumerate(self.layout.tables):
+            group = None if groups is None else groups.of_table(place)
+            initial = None if group is None else group.optimizer.initial_states
             # Past add_module's check: a table may be called `forward` or `type`.
-            initial = optimizer.initial_states if self._fused else None
-            self.tables._modules[table.table.name] = StaticTable(table, device, fused=self._fused, initial=initial)
+            self.tables._modules[table.table.name] = StaticTable(
+                table, device, fused=self._fused, initial=initial, has_rule=group is not None
+            )
         self._ready: dict[torch.dtype, _Ready] = {}
         self._kept = None
         self._programs = self._program_texts(device)
@@ -357,8 +363,9 @@ class EmbeddingCollection(Trained):
         return ExportedLookup(self.backend, id_dtype, self.spec, self._given["forward"], self._batch_size).text
 
     def _chosen(self, id_dtype: str, device: torch.device) -> Choices:
-        update, batch = self._trainer.update, self._batch_size
-        chosen = choose_params(self.spec, self.backend, device, self._given, update, batch, id_dtype)
+        groups, batch = self._trainer.groups, self._batch_size
+        updates = () if groups is None else groups.different_updates()
+        chosen = choose_params(self.spec, self.backend, device, self._given, updates, batch, id_dtype)
         return usable(chosen, partial(self._plans_with, id_dtype, device), self.kernels)
 
     def _plans(self, id_dtype: str, device: torch.device) -> dict[str, Plan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,14 +24,14 @@ def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
     plans, choices = module.plans(id_dtype), module.choices(id_dtype)
     plan = plans["forward"]
     behind = [plans[name] for name in plans if name not in ("forward", "train")]
-    roles = ROLES.items() if plan.target != "reference" else ()
+    kernels = [] if plan.target == "reference" else [(role, name) for role in ROLES for name in _named(role, plans)]
     sections = [
         [f"{module.extra_repr()} on {module.device}, bounds_check={module.bounds_check}"],
         _kernel(plan, module.kernels, choices["forward"]),
         _fields(plan, "plan fields"),
         ["buckets (features that share one inner loop):", *map(_bucket, plan.buckets)],
         _memory(plan, module),
-        *(_kernel(plans[name], module.kernels, choices[name], role) for name, role in roles if name in plans),
+        *(_kernel(plans[name], module.kernels, choices[name], _title(role, name)) for role, name in kernels),
         _fields(behind[0], "plan fields of the backward"),
     ]
     return "\n".join("\n  ".join(section) for section in sections if section)
@@ -45,6 +46,15 @@ ROLES = {
     "merge": "kernel of clip_grad_norm_()",
 }
 """What plans of training are for."""
+
+
+def _named(role: str, plans: Mapping[str, Plan]) -> list[str]:
+    """The plans for a role: where tables have optimizers of their own, one per optimizer, as `backward[users]`."""
+    return [name for name in plans if name.partition("[")[0] == role]
+
+
+def _title(role: str, name: str) -> str:
+    return f"{ROLES[role]} ({name[len(role) + 1 : -1]})" if name != role else ROLES[role]
 
 
 def _kernel(plan: Plan, kernels: str | None, choice: Choice, role: str = "kernel") -> list[str]:

@@ -100,7 +100,7 @@ class ExportedLookup:
             return Plan("forward", self.target, arch, self.id_dtype, self.spec, params)
 
         given = {"forward": self.params, "backward": None}
-        choices = choose_params(self.spec, self.target, device, given, None, self.batch_size, self.id_dtype)
+        choices = choose_params(self.spec, self.target, device, given, (), self.batch_size, self.id_dtype)
         chosen = usable(choices, lambda forward, backward: {"forward": plan(forward)}, None)
         return plan(chosen["forward"].params)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from embforge.arguments import (
+    RulePlan,
     check_sequence_rows,
     check_states,
     checked_batch,
@@ -22,6 +23,7 @@ from embforge.arguments import (
 )
 from embforge.codegen.dtypes import DTYPES
 from embforge.exported import lookup_kernel, lookup_named
+from embforge.launch.grouped import parts_of
 from embforge.launch.kernels import Program
 from embforge.launch.metadata import check_tables, metadata_of
 from embforge.registration import Implementation, register
@@ -80,6 +82,16 @@ def _lookup_fake(
 @lru_cache(maxsize=256)
 def _program(text: str) -> Program:
     return Program.from_text(text)
+
+
+@lru_cache(maxsize=256)
+def _rules(text: str) -> tuple[RulePlan, ...]:
+    """The plans of an update's program and what each trains: of one rule all tables."""
+    parts = parts_of(text)
+    if parts:
+        return tuple(RulePlan(_program(part.program).plan, part.tables) for part in parts)
+    plan = _program(text).plan
+    return (RulePlan(plan, tuple(range(len(plan.spec.tables)))),)
 
 
 def _lookup_train(
@@ -210,10 +222,11 @@ def _update(
     bounds_check: str,
     trainable: Sequence[bool],
 ) -> Tensor:
-    plan = _program(program).plan
+    rules = _rules(program)
+    plan = rules[0].plan  # rules differ in no row, batch or gradient
     batch = checked_batch(plan, values, offsets, weights, bounds_check)
     tables = rows_of(plan.layout, tables)
-    check_states(plan, tables, states, hyper, counters)
+    check_states(rules, tables, states, hyper, counters)
     gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
     if not update_is_wanted(hyper):  # a compiled backward is one node: only here can it be known
         return hyper.new_zeros(1, dtype=_FP32)

@@ -429,7 +429,18 @@ def custom(
     )
 
 
-_RESERVED = ("self", "params", "betas", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum")
+_RESERVED = (
+    "self",
+    "params",
+    "name",
+    "tables",
+    "betas",
+    "max_lr",
+    "min_lr",
+    "base_lr",
+    "max_momentum",
+    "base_momentum",
+)
 _OF_SCHEDULERS = ("initial_", "swa_")
 """What the names of entries begin with that schedulers add to `module.optimizer.param_groups[0]`."""
 

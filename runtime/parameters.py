@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,11 +65,14 @@ def choose_params(
     backend: str,
     device: torch.device,
     given: Mapping[str, Params | None],
-    update: Update | None,
+    updates: Sequence[Update],
     batch_size: int | None,
     id_dtype: str,
 ) -> Choices:
-    """What is given, else what the tuned stores say for this hardware and such ids in warm caches, else the default."""
+    """What is given, else what the tuned stores say for this hardware and such ids in warm caches, else the default.
+
+    `updates`: what a fused optimizer does to rows; several where tables have rules of their own.
+    """
     hardware, traffic = hardware_of(backend, device), usual_traffic(spec, batch_size)
 
     def choice(op: str, params: Params | None) -> Choice:
@@ -78,7 +81,9 @@ def choose_params(
         if hardware is None:
             reason = "on meta nothing runs" if backend in TARGETS else f"nothing is tuned for {backend}"
             return Choice(params_type(backend, op)(), f"default: {reason}")
-        rule = rule_named(update) if op == "backward" else None
+        if op == "backward" and len(updates) > 1:
+            return Choice(params_type(backend, op)(), "default: nothing is tuned for tables of several rules")
+        rule = rule_named(updates[0] if updates else None) if op == "backward" else None
         return choose(op, backend, spec, hardware, rule=rule, traffic=traffic, id_dtype=id_dtype)
 
     return {op: choice(op, params) for op, params in given.items()}

@@ -142,5 +142,5 @@ def _arena(
     if optimizer is None or update is None:
         hyper = torch.zeros(len(HYPER), dtype=torch.float64, device=device)
         return Arena(spec, None, tuple(holders), hyper, torch.zeros(len(COUNTERS), dtype=torch.int64, device=device))
-    numbers = Numbers(update.rule, optimizer.lr, optimizer.hyper_values, device)
+    numbers = Numbers([optimizer], device)
     return Arena(spec, update, tuple(holders), numbers.hyper, numbers.counters)

@@ -19,6 +19,7 @@ from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.cpu import BAD_ID, OK, torch_parallel_for
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata
+from embforge.launch.update_kernel import UpdateKernel
 from embforge.memory import Results, ask_for_huge_pages
 
 GRADIENTS = (
@@ -89,7 +90,7 @@ class _CpuSorting(_CpuGradient):
         return _block(size)
 
 
-class CpuBackward(_CpuSorting):
+class CpuBackward(_CpuSorting, UpdateKernel):
     """One plan's loaded backward. Safe to call from several threads at once, if no row is trained by two of them."""
 
     def __init__(self, plan: Plan, library: Path) -> None:
@@ -143,6 +144,10 @@ class CpuBackward(_CpuSorting):
             return verdict.fill_(torch.inf)
         self._raise(status, batch, bounds_check)
         raise AssertionError
+
+    def reserve(self, batch: Batch) -> None:
+        """Another thread's call with this kernel may still take what is laid ready here."""
+        self._free.append(self._take(batch, get_num_threads()))
 
 
 class CpuReduce(_CpuSorting):

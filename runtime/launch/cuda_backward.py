@@ -17,6 +17,7 @@ from torch import Tensor
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda_backward import backward_shape_of
 from embforge.codegen.targets.cuda_backward_weights import weights_shape
+from embforge.codegen.targets.cuda_launch import KernelLaunch
 from embforge.inputs import Batch
 from embforge.launch.backward_call import (
     Call,
@@ -31,7 +32,8 @@ from embforge.launch.cuda_errors import mistake
 from embforge.launch.cuda_kernels import CudaKernels
 from embforge.launch.cuda_watch import status_words
 from embforge.launch.gradients import Gradients
-from embforge.launch.metadata import Metadata
+from embforge.launch.metadata import FIRST_CALL, Metadata
+from embforge.launch.update_kernel import UpdateKernel
 
 EARLIER_BACKWARD = (
     "That was in the batch of an earlier backward, which changed no row and was no step. The one that raises this has "
@@ -53,8 +55,7 @@ class _CudaBackward(CudaKernels):
 
         Whatever else may fail comes before the others, so that a call that raises has written nothing.
         """
-        kernels = [step.kernel for step in call.steps if isinstance(step, Launch)]
-        with self._turn(device, bounds_check, kernels) as turn:
+        with self._turn(device, bounds_check, _launched(call)) as turn:
             words = status_words(device)
             self._run(device, call, finds, words)
             turn.watch.collect(words)
@@ -69,7 +70,7 @@ class _CudaBackward(CudaKernels):
                 step()
 
 
-class CudaBackward(_CudaBackward):
+class CudaBackward(_CudaBackward, UpdateKernel):
     """Updates rows and states."""
 
     def __init__(self, plan: Plan, cubin: bytes) -> None:
@@ -95,9 +96,28 @@ class CudaBackward(_CudaBackward):
         read = gradient_arguments(metadata, batch, gradients, bounds_check)
         call = backward_call(self._shape, read, hyper, counters)
         self._call(batch.values.device, bounds_check, call, finds=call.steps[:-1])
-        verdict = call.given["verdict"]
-        assert isinstance(verdict, Tensor)
-        return verdict
+        return _verdict(call)
+
+    def follow(
+        self,
+        metadata: Metadata,
+        tables: Sequence[Tensor],
+        states: Sequence[Tensor],
+        batch: Batch,
+        gradients: Gradients,
+        hyper: Tensor,
+        counters: Tensor,
+        bounds_check: str,
+    ) -> Tensor:
+        """Raises no news of earlier calls, which would leave this update to one of two rules, and collects none."""
+        device = batch.values.device
+        read = gradient_arguments(metadata, batch, gradients, bounds_check)
+        call = backward_call(self._shape, read, hyper, counters)
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing() and not self._has_loaded(device, _launched(call)):
+                raise RuntimeError(FIRST_CALL)
+            self._run(device, call, call.steps, status_words(device))
+        return _verdict(call)
 
 
 class CudaReduce(_CudaBackward):
@@ -147,3 +167,13 @@ class CudaWeightGradient(_CudaBackward):
         call, result = weight_gradient_call(self._shape, read)
         self._call(batch.values.device, bounds_check, call, finds=call.steps)
         return result
+
+
+def _launched(call: Call) -> list[KernelLaunch]:
+    return [step.kernel for step in call.steps if isinstance(step, Launch)]
+
+
+def _verdict(call: Call) -> Tensor:
+    verdict = call.given["verdict"]
+    assert isinstance(verdict, Tensor)
+    return verdict

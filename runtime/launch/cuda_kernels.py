@@ -110,8 +110,10 @@ class CudaKernels:
 
     def _is_ready(self, device: torch.device, bounds_check: str, kernels: Sequence[KernelLaunch]) -> bool:
         """Whether a launch needs nothing new: no memory that outlives it, no kernel to load."""
-        ready = all((device, kernel.symbol) in self._kernels for kernel in kernels)
-        return ready and (device, bounds_check) in self._watches
+        return self._has_loaded(device, kernels) and (device, bounds_check) in self._watches
+
+    def _has_loaded(self, device: torch.device, kernels: Sequence[KernelLaunch]) -> bool:
+        return all((device, kernel.symbol) in self._kernels for kernel in kernels)
 
     def _kernel(self, device: torch.device, kernel: KernelLaunch) -> Any:
         """The kernel, ready to be launched on the current device, which is `device`."""

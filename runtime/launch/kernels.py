@@ -14,6 +14,7 @@ from embforge.codegen.plan import Plan
 from embforge.inputs import Batch
 from embforge.launch.building import build_here
 from embforge.launch.gradients import TrainResult
+from embforge.launch.grouped import GroupedUpdate, parts_of
 from embforge.launch.metadata import Metadata
 
 
@@ -107,7 +108,13 @@ _KERNELS = {
 
 
 def load_kernel(program: str) -> Any:
-    """As `kernel_of`, a new object at every call: its work space and results are its own, and go with it."""
+    """As `kernel_of`, a new object at every call: its work space and results are its own, and go with it.
+
+    The kernels of a program that is several are those of `kernel_of`, which may be shared.
+    """
+    parts = parts_of(program)
+    if parts:
+        return GroupedUpdate(parts, [kernel_of(part.program) for part in parts])
     parsed = Program.from_text(program)
     plan = parsed.plan
     module, name = _KERNELS[plan.op, plan.target]

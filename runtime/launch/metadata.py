@@ -26,9 +26,12 @@ FIRST_CALL = (
 _address, _size = Tensor.data_ptr, Tensor.numel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metadata:
-    """`words`: int64 `[tables, METADATA_WORDS]` (a backward's: `UPDATE_METADATA_WORDS`) on the tables' device."""
+    """`words`: int64 `[tables, METADATA_WORDS]` (a backward's: `UPDATE_METADATA_WORDS`) on the tables' device.
+
+    Equal only to itself, so that what is made from it can be kept for it.
+    """
 
     words: Tensor
     pointer: int
@@ -59,6 +62,17 @@ def update_metadata_of(
     return _metadata(facts, tables[0].device)
 
 
+@lru_cache(maxsize=256)
+def frozen_beside(metadata: Metadata, tables: tuple[int, ...]) -> Metadata:
+    """The metadata of a backward that trains none but these tables, and of them those that `metadata` says."""
+    _refuse_capture(metadata.words.device)
+    mask = torch.zeros_like(metadata.words[:, 0])
+    mask[list(tables)] = 1
+    words = metadata.words.clone()
+    words[:, UPDATE_METADATA_WORDS.index("trainable")] *= mask
+    return Metadata(words, words.data_ptr())
+
+
 def trainable_of(metadata: Metadata) -> tuple[bool, ...]:
     """Which tables a backward trains."""
     return tuple(bool(word) for word in metadata.words[:, UPDATE_METADATA_WORDS.index("trainable")].tolist())
@@ -84,9 +98,14 @@ def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:
 @lru_cache(maxsize=256)
 def _metadata(facts: tuple[tuple[int, ...], ...], device: torch.device) -> Metadata:
     assert METADATA_WORDS == ("address", "rows")
+    _refuse_capture(device)
+    words = torch.tensor(facts, dtype=torch.int64, device="cpu").to(device)
+    return Metadata(words, words.data_ptr())
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """Metadata that a graph capture made would hold nothing before the graph is replayed."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(FIRST_CALL)
-    words = torch.tensor(facts, dtype=torch.int64, device="cpu").to(device)
-    return Metadata(words, words.data_ptr())

@@ -20,12 +20,13 @@ from embforge.launch.metadata import Metadata, trainable_of
 from embforge.launch.reference import canonical_reduce
 from embforge.launch.rounding import random16, rounded
 from embforge.launch.rules import apply_rule, row_sum
+from embforge.launch.update_kernel import UpdateKernel
 from embforge.storage.states import state_views
 
 FP32 = torch.float32
 
 
-class ReferenceBackward:
+class ReferenceBackward(UpdateKernel):
     """The reference as a backward: reduces, then updates."""
 
     def __init__(self, plan: Plan) -> None:
@@ -46,13 +47,16 @@ class ReferenceBackward:
         plan = self.plan
         numbers = hyper.tolist()
         grad_scale = numbers[HYPER.index("grad_scale")]
-        reduced = reduce(plan.spec, plan.layout, tables, trainable_of(metadata), batch, gradients, bounds_check)
+        trainable = trainable_of(metadata)
+        reduced = reduce(plan.spec, plan.layout, tables, trainable, batch, gradients, bounds_check)
         if grad_scale and not _all_finite(gradients):
             return torch.full((1,), torch.inf, dtype=FP32, device=hyper.device)
         inverse = 1.0 / grad_scale if grad_scale else 1.0
         step, seed = (int(counters[COUNTERS.index(name)]) for name in ("step", "seed"))
         writes = []
         for index, (rows, gradient) in enumerate(reduced):
+            if not trainable[index]:  # another rule may train it, with states of its own
+                continue
             placed, section = plan.layout.tables[index], states[index]
             views = state_views(placed, tables[index], section)
             old = {name: view[rows] for name, view in views.items()}

@@ -38,6 +38,7 @@ from embforge.launch.metadata import Metadata
 from embforge.launch.simt import MOST_COPIED, MOST_SEEDS
 from embforge.launch.simt_abi import Image, load_image
 from embforge.launch.simt_run import WORD_BYTES, Memory, launch_kernel, raise_mistakes
+from embforge.launch.update_kernel import UpdateKernel
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ class _SimtKernels:
         raise_mistakes(self.plan, status, batch, bounds_check)
 
 
-class SimtBackward(_SimtKernels):
+class SimtBackward(_SimtKernels, UpdateKernel):
     """Updates rows and states."""
 
     def __init__(self, plan: Plan, image: Path) -> None:

@@ -369,7 +369,6 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     @torch.no_grad()
     def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
         """The whole states of a table by name: `[rows, dim]` of elements, `[rows]` of rows. All ranks must call."""
-        assert self._trainer.update is not None
         return {
             state.name: self._gather(table, lambda shard, name=state.name: shard.states()[name], state.extent)
             for state in self.optimizer_rule.states
@@ -378,7 +377,8 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     @property
     def optimizer_rule(self) -> Any:
         """The rule as the user gave it."""
-        return self._trainer.optimizer.update.rule
+        assert self._trainer.groups is not None
+        return self._trainer.groups.groups[0].optimizer.update.rule
 
     def _gather(self, name: str, take: Any, extent: Any) -> Tensor:
         spec, placed = self.spec.table(name), self.geometry.placement.by_name[name]

@@ -12,11 +12,10 @@ from embforge.arguments import sequence_elements
 from embforge.backends import arch_of
 from embforge.codegen.dtypes import OutputDtype
 from embforge.codegen.sharding.geometry import Local
-from embforge.codegen.training import training_plans
 from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.launch.kernels import Program, kernel_of
+from embforge.launch.kernels import kernel_of
 from embforge.training.calls import Kept, Programs, run_forward, run_reduce, run_update, run_weight_gradient
 
 
@@ -47,14 +46,14 @@ class Owner:
             chosen = module._choices[name]
             spec = replace(self.local.spec, output_dtype=self._backward_dtype)
             trainer = module._trainer
-            plans = training_plans(
+            plans = trainer.plans(
                 spec, module.backend, arch_of(module.backend, module.device), name, chosen["forward"].params,
-                chosen["backward"].params, trainer.update, trainer.accumulate,
+                chosen["backward"].params,
             )  # fmt: skip
-            behind = {op: Program(plan, module.kernels).text for op, plan in plans.items()}
-            kept = ("backward", "reduce", "weight_gradient")
-            own = module._programs[ids]
-            self._programs = own._replace(**{op: behind.get(op, "") for op in kept})
+            behind, own = trainer.programs(plans, module.kernels), module._programs[ids]
+            self._programs = own._replace(
+                backward=behind.backward, reduce=behind.reduce, weight_gradient=behind.weight_gradient
+            )
             self._made_for = made_for
         assert self._programs is not None
         return self._programs

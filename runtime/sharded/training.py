@@ -16,6 +16,7 @@ from embforge.sharded.state import HeldShards, held_names
 from embforge.training.around import Surrounded
 from embforge.training.calls import ROWS_CHANGED
 from embforge.training.facade import FusedOptimizer
+from embforge.training.rule_groups import rule_groups
 from embforge.training.trainer import Trainer
 
 
@@ -156,7 +157,7 @@ class ShardedTraining(Surrounded, HeldShards):
 
     def _shared_trainer(self, optimizer: Any, accumulate: bool) -> Trainer:
         """One set of hyperparameters for all that this rank trains; each part counts its own updates."""
-        trainer = Trainer(optimizer, accumulate, self._device)
+        trainer = Trainer(rule_groups(optimizer, self.spec), accumulate, self._device)
         assert trainer.numbers is not None
         for module in self._modules_trained():
             module._trainer.numbers.hyper = trainer.numbers.hyper

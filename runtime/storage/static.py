@@ -21,6 +21,7 @@ NO_FP8_GRADIENT = (
     "an fp8 table cannot be trained by torch.optim: torch has no fp8 gradients; give the module an optimizer of "
     "embforge.optim, which updates its rows itself, or freeze the table"
 )
+NO_RULE = "its optimizer is None, so that it cannot be trained; make the module with an optimizer for it"
 
 
 SHOWN_TABLES = 12
@@ -48,12 +49,15 @@ class StaticTable(nn.Module):
         *,
         fused: bool = False,
         initial: Mapping[str, float] | None = None,
+        has_rule: bool = True,
     ) -> None:
         super().__init__()
         self.layout = layout
         self.initial = dict(initial or {})
         """What states are before the first update, where that is not 0."""
-        self.trainable = True
+        self._has_rule = has_rule
+        """Of a fused table: whether anything says how it is trained."""
+        self.trainable = has_rule
         """Of a fused table: whether a backward updates it."""
         if fused:
             self._hold(allocate_block(layout, device), allocate_section(layout, device))
@@ -80,10 +84,10 @@ class StaticTable(nn.Module):
         return "block" in self.__dict__
 
     def set_trainable(self, wanted: bool) -> None:
-        """Whether a backward changes the table, or gives it a gradient. TypeError for fp8 without a fused optimizer."""
+        """Whether a backward changes the table, or gives it a gradient. TypeError if nothing can train it."""
+        if wanted and not self.can_train():
+            raise TypeError(f"table {self.layout.table.name!r}: {NO_RULE if self.is_fused else NO_FP8_GRADIENT}")
         if not self.is_fused:
-            if wanted and not self.can_train():
-                raise TypeError(f"table {self.layout.table.name!r}: {NO_FP8_GRADIENT}")
             self.weight.requires_grad_(wanted)
             _mark_gradients(self.weight)
         self.trainable = wanted
@@ -99,7 +103,7 @@ class StaticTable(nn.Module):
 
     def can_train(self) -> bool:
         """Whether anything can train the table as it is held."""
-        return self.is_fused or self.weight.dtype.itemsize > 1
+        return self._has_rule if self.is_fused else self.weight.dtype.itemsize > 1
 
     @torch.no_grad()
     def reset(self) -> None:

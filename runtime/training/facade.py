@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from embforge.training.group import Group, Groups
 from embforge.training.numbers import Numbers
+from embforge.training.rule_groups import RuleGroup, RuleGroups
 
 SCALER_UNKNOWN = (
     "scaler.step(module.optimizer): the module does not know this GradScaler, so its rows were updated from gradients "
@@ -19,6 +21,10 @@ SCALER_UNKNOWN = (
 MODULE_GONE = (
     "module.optimizer: its module is gone, and its tables with it; keep the module as long as its optimizer is used"
 )
+
+
+LABELS = ("name", "tables")
+"""Entries of a group that say which tables its numbers are of, where optimizers were given by table."""
 
 
 class Steps(Protocol):
@@ -30,7 +36,7 @@ class Steps(Protocol):
 
 
 class FusedOptimizer(Optimizer):
-    """Rows are updated by the backward pass. This object carries the hyperparameters, in `param_groups[0]`.
+    """Rows are updated by the backward pass. This object carries the hyperparameters, in one group per optimizer.
 
     `step()` acts only if gradients accumulate, `zero_grad()` drops what has accumulated. It does not keep its module
     alive, so that tables are freed with the module that holds them. Copies and pickles are those of the module's copy:
@@ -42,11 +48,23 @@ class FusedOptimizer(Optimizer):
     copied_module: Steps | None = None
     """The module that a copy of an optimizer came with."""
 
-    def __init__(self, module: Steps, numbers: Numbers, check: Callable[[str, Any], None], *, tensor_lr: bool) -> None:
-        self._group = group = Group(numbers, check, tensor_lr=tensor_lr)
-        super().__init__([group], {key: value for key, value in group.items() if key != "params"})
-        self.param_groups = Groups(self.param_groups)
+    def __init__(self, module: Steps, numbers: Numbers, groups: RuleGroups) -> None:
         self._module, self._numbers = ref(module), numbers
+        self._groups = [
+            Group(numbers, place, group.optimizer, self._anchor(place), _labels(groups, group))
+            for place, group in enumerate(groups.groups)
+        ]
+        first, *others = self._groups
+        common = [key for key in first if key not in LABELS and all(key in other for other in others)]
+        self._complete = False
+        super().__init__(self._groups, {key: first[key] for key in common if key != "params"})
+        self._complete = True
+        self.param_groups = Groups(self.param_groups)
+
+    def _anchor(self, place: int) -> Tensor:
+        """A group's parameter. The first stands for the rows of all tables in graphs, others only for their group."""
+        anchor = self._numbers.anchor
+        return torch.zeros_like(anchor, requires_grad=True) if place else anchor
 
     def _owner(self) -> Steps:
         module = self._module()
@@ -56,10 +74,8 @@ class FusedOptimizer(Optimizer):
 
     def moved(self) -> None:
         """The numbers have gone to another device."""
-        self._group["params"] = [self._numbers.anchor]
-        for name in self._numbers.names:
-            if isinstance(self._group.get(name), Tensor):
-                self._group.renew(name)
+        for place, group in enumerate(self._groups):
+            group.moved(self._anchor(place))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates rows from accumulated gradients; without accumulation the backward pass has done it already."""
@@ -79,23 +95,32 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the hyperparameters over. Rows and states are in the module's own state dict."""
         groups = state_dict["param_groups"]
-        if len(groups) != 1:
-            raise ValueError(f"state_dict: {len(groups)} parameter groups; allowed: 1, as module.optimizer has")
-        self._group.load(groups[0])
+        if len(groups) != len(self._groups):
+            raise ValueError(
+                f"state_dict: {len(groups)} parameter groups; allowed: {len(self._groups)}, as module.optimizer has"
+            )
+        checked = [group.check_all(entries) for group, entries in zip(self._groups, groups, strict=True)]
+        for group, entries in zip(self._groups, checked, strict=True):
+            group.update(entries)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: a fused optimizer trains the tables of its module and nothing else."""
-        if self.param_groups:
+        if self._complete:
             raise RuntimeError(
                 "module.optimizer trains the tables of its module only; give other parameters to another optimizer"
             )
         super().add_param_group(param_group)
 
     def __reduce__(self) -> Any:
-        return _optimizer_of, (self._owner(),), self._group.added()
+        return _optimizer_of, (self._owner(),), {"added": [group.added() for group in self._groups]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._group.update(state)
+        for group, added in zip(self._groups, state["added"], strict=True):
+            group.update(added)
+
+
+def _labels(groups: RuleGroups, group: RuleGroup) -> dict[str, Any]:
+    return dict(zip(LABELS, (group.name, groups.table_names(group)), strict=True)) if group.name else {}
 
 
 def _optimizer_of(module: Any) -> FusedOptimizer:

@@ -1,14 +1,15 @@
-"""The one parameter group of `module.optimizer`: its entries are the numbers that kernels read."""
+"""A parameter group of `module.optimizer`: its entries are the numbers that kernels read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 from torch import Tensor
 
 from embforge.codegen.rules.rule import HYPER
 from embforge.training.numbers import Numbers
+from embforge.training.rule_groups import TableOptimizer
 
 NOT_FOR_USERS = tuple(name for name in HYPER if name != "lr")
 """Numbers that are not hyperparameters of the rule."""
@@ -22,20 +23,31 @@ class Group(dict[str, Any]):
     """A parameter group whose numbers are where kernels read them: writing one is all that it takes.
 
     Refused are entries that nobody would read, and values that the optimizer would not take when it is made.
+    `place`: which group of the module it is. `labels`: entries that say whose numbers these are, and stay as they are.
     """
 
-    def __init__(self, numbers: Numbers, check: Callable[[str, Any], None], *, tensor_lr: bool) -> None:
-        self._numbers, self._check = numbers, check
-        self._names = [name for name in numbers.names if name not in NOT_FOR_USERS]
+    def __init__(
+        self, numbers: Numbers, place: int, optimizer: TableOptimizer, anchor: Tensor, labels: Mapping[str, Any]
+    ) -> None:
+        self._numbers, self._place, self._check, self._labels = numbers, place, optimizer.check, dict(labels)
+        self._names = [name for name in numbers.names(place) if name not in NOT_FOR_USERS]
         self._pairs = {name: parts for name, parts in PAIRS.items() if {*parts} <= {*self._names}}
-        super().__init__({"params": [numbers.anchor], **{name: numbers.get(name) for name in self._names}})
-        if tensor_lr:
-            self.renew("lr")
+        entries = {name: numbers.get(name, place) for name in self._names}
+        super().__init__({"params": [anchor], **self._labels, **entries})
+        if isinstance(optimizer.lr, Tensor):
+            self._renew("lr")
         self._renew_pairs()
 
-    def renew(self, name: str) -> None:
+    def moved(self, anchor: Tensor) -> None:
+        """The numbers have gone to another device, where `anchor` is."""
+        self["params"] = [anchor]
+        for name in self._names:
+            if isinstance(self.get(name), Tensor):
+                self._renew(name)
+
+    def _renew(self, name: str) -> None:
         """Makes an entry the tensor that kernels read, as it lies now."""
-        super().__setitem__(name, self._numbers.live(name))
+        super().__setitem__(name, self._numbers.live(name, self._place))
 
     def _renew_pairs(self) -> None:
         for name, parts in self._pairs.items():
@@ -47,9 +59,9 @@ class Group(dict[str, Any]):
             for part, number in zip(self._pairs[key], value, strict=True):
                 self[part] = number
         elif key in self._names:
-            self._numbers.set(key, value)
+            self._numbers.set(key, value, self._place)
             if isinstance(value, Tensor) or isinstance(self.get(key), Tensor):
-                self.renew(key)  # what is written into this tensor is where kernels read it
+                self._renew(key)  # what is written into this tensor is where kernels read it
             else:
                 super().__setitem__(key, value)
             self._renew_pairs()
@@ -67,6 +79,11 @@ class Group(dict[str, Any]):
             # Only lr may be a tensor while it trains: others are numbers, if given as a tensor of one.
             one = isinstance(value, Tensor) and key != "lr" and value.numel() == 1 and value.is_cpu
             self._check(key, float(value) if one else value)
+        elif key in self._labels:
+            if value != self._labels[key]:
+                raise ValueError(
+                    f"{key}={value!r} is not allowed: these are the numbers of {self._labels[key]!r}, and stay so"
+                )
         elif not self._is_schedulers(key) and key != "params":
             known = ", ".join([*self._names, *self._pairs])
             raise ValueError(
@@ -82,8 +99,8 @@ class Group(dict[str, Any]):
         """What schedulers have added."""
         return {key: value for key, value in self.items() if self._is_schedulers(key)}
 
-    def load(self, entries: dict[str, Any]) -> None:
-        """Takes all numbers over from such a group, or none: ValueError or RuleError if it is of another optimizer."""
+    def check_all(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """What `update` may take over from such a group: ValueError or RuleError if it is of another optimizer."""
         given = {key: value for key, value in entries.items() if key != "params"}
         missing = [name for name in self._names if name not in given]
         unknown = [key for key in given if key not in self and not self._is_schedulers(key)]
@@ -94,7 +111,7 @@ class Group(dict[str, Any]):
             )
         for key, value in given.items():
             self._check_entry(key, value)
-        self.update({key: value for key, value in given.items() if key not in self._pairs})
+        return {key: value for key, value in given.items() if key not in self._pairs}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
@@ -119,6 +136,6 @@ class Groups(list[Any]):
     def __setitem__(self, place: SupportsIndex | slice, group: Any) -> None:
         if group is not self[place]:
             raise RuntimeError(
-                "module.optimizer.param_groups[0] cannot be replaced: kernels would not read the new one; write its "
-                'entries, as param_groups[0]["lr"] = 0.1, or param_groups[0].update(...)'
+                "a group of module.optimizer.param_groups cannot be replaced: kernels would not read the new one; "
+                'write its entries, as param_groups[0]["lr"] = 0.1, or param_groups[0].update(...)'
             )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from embforge.codegen.rules.rule import COUNTERS, HYPER, Rule
+from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
 from embforge.storage.states import versioned
 
 # Named once: part of every backward.
@@ -22,16 +23,30 @@ HYPER_ADDRESS = "_embforge_hyper"
 """An anchor's attribute: where the hyperparameters lie that it belongs to. A number, so that anchors can be pickled."""
 
 
+class Numbered(Protocol):
+    """What an optimizer says of its numbers."""
+
+    @property
+    def lr(self) -> float | Tensor: ...
+    @property
+    def update(self) -> Update: ...
+    @property
+    def hyper_values(self) -> tuple[float, ...]: ...
+
+
 class Numbers:
     """Hyperparameters, counters and the grad anchor of one module, on its device.
 
     Kernels read them when they run, so schedulers, loss scalers and captured graphs change them without a compiler.
+    Where several optimizers train, the hyperparameters of all lie in one tensor, one optimizer's after the other's.
     """
 
-    def __init__(self, rule: Rule, lr: float | Tensor, values: tuple[float, ...], device: torch.device) -> None:
-        self.names = (*HYPER, *rule.hyper)
-        lr = float(lr.detach() if isinstance(lr, Tensor) else lr)
-        self._values = [lr, 0.0, *map(float, values)]  # what `hyper` is filled with where memory begins
+    def __init__(self, optimizers: Sequence[Numbered], device: torch.device) -> None:
+        self._names = [(*HYPER, *optimizer.update.rule.hyper) for optimizer in optimizers]
+        self._values: list[float] = []  # what `hyper` is filled with where memory begins
+        for optimizer in optimizers:
+            lr = optimizer.lr.detach() if isinstance(optimizer.lr, Tensor) else optimizer.lr
+            self._values += [float(lr), 0.0, *map(float, optimizer.hyper_values)]
         self._seed: int | None = None
         with torch.inference_mode(False):  # what is made there has no version, by which changes are known
             self.hyper = torch.tensor(self._values, dtype=torch.float64, device="cpu").to(device)
@@ -51,18 +66,30 @@ class Numbers:
         """Makes a loss scaler see nothing of earlier backward passes: 0, and not no gradient, which it would refuse."""
         self.anchor.grad = torch.zeros_like(self.anchor)
 
-    def get(self, name: str) -> float:
+    def names(self, group: int = 0) -> tuple[str, ...]:
+        """The hyperparameters of an optimizer, in the order in which kernels read them."""
+        return self._names[group]
+
+    def get(self, name: str, group: int = 0) -> float:
         """A hyperparameter's value."""
-        place = self.names.index(name)
+        place = self._place(name, group)
         return self._values[place] if self.hyper.is_meta else float(self.hyper[place])
 
-    def live(self, name: str) -> Tensor:
+    def live(self, name: str, group: int = 0) -> Tensor:
         """A hyperparameter as the number in memory that kernels read."""
-        return self.hyper[self.names.index(name)]
+        return self.hyper[self._place(name, group)]
 
-    def set(self, name: str, value: float | Tensor) -> None:
+    def set_grad_scale(self, value: float | Tensor) -> None:
+        """Writes what losses are multiplied by, 0 for nothing, for all optimizers."""
+        for group in range(len(self._names)):
+            self.set("grad_scale", value, group)
+
+    def _place(self, name: str, group: int) -> int:
+        return sum(map(len, self._names[:group])) + self._names[group].index(name)
+
+    def set(self, name: str, value: float | Tensor, group: int = 0) -> None:
         """Writes a hyperparameter where kernels read it."""
-        place = self.names.index(name)
+        place = self._place(name, group)
         if isinstance(value, Tensor):
             self.hyper[place].copy_(value.detach().reshape(()))
         elif not self.hyper.is_meta:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
-from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.training import training_plans
 from embforge.inputs import Batch, resolved
@@ -25,62 +24,62 @@ from embforge.training.facade import FusedOptimizer
 from embforge.training.group import NOT_FOR_USERS
 from embforge.training.numbers import SEED, STEP, Numbers
 from embforge.training.recompute import Forwards
+from embforge.training.rule_groups import RuleGroups
 
 SEEDS = 2**63
 """Seeds are smaller."""
 
 
 class Trainer:
-    """The training of one module. `optimizer`: an object of `embforge.optim`, or None for torch's sparse gradients."""
+    """The training of one module. `groups`: its optimizers by table, or None for torch's sparse gradients."""
 
-    def __init__(self, optimizer: Any, accumulate: bool, device: torch.device) -> None:
-        if optimizer is not None and not isinstance(getattr(optimizer, "update", None), Update):
-            raise TypeError(
-                f"optimizer: got {optimizer!r}; allowed: one of embforge.optim, as ef.optim.Adam(lr=1e-3), or None: "
-                "then give module.parameters() to a torch.optim optimizer that takes sparse gradients"
-            )
-        if accumulate and optimizer is None:
+    def __init__(self, groups: RuleGroups | None, accumulate: bool, device: torch.device) -> None:
+        if accumulate and groups is None:
             raise ValueError("accumulate=True needs a fused optimizer; without one torch accumulates gradients itself")
-        self.optimizer = optimizer
+        self.groups = groups
         self.accumulate = accumulate
         self.numbers: Numbers | None = None
-        if optimizer is not None:
-            self.numbers = Numbers(optimizer.update.rule, optimizer.lr, optimizer.hyper_values, device)
+        if groups is not None:
+            self.numbers = Numbers([group.optimizer for group in groups.groups], device)
         self._scaler: Any = None
         self._pending: list[pending.Pass] = []
         self._forwards = Forwards()
-
-    @property
-    def update(self) -> Update | None:
-        """What happens to a row, if the module does it itself."""
-        return None if self.optimizer is None else self.optimizer.update
 
     def plans(
         self, spec: CollectionSpec, target: str, arch: str, id_dtype: str, params: Params, backward: Params | None
     ) -> dict[str, Plan]:
         """The plans of all kernels that the module may run on such ids, by what they are for."""
-        return training_plans(spec, target, arch, id_dtype, params, backward, self.update, self.accumulate)
+        if self.groups is None:
+            return training_plans(spec, target, arch, id_dtype, params, backward)
+        return self.groups.plans(spec, target, arch, id_dtype, params, backward, self.accumulate)
 
-    @staticmethod
-    def programs(plans: dict[str, Plan], kernels: str | None) -> Programs:
+    def programs(self, plans: dict[str, Plan], kernels: str | None) -> Programs:
         """The texts of these kernels."""
-        texts = {name: Program(plan, kernels).text for name, plan in plans.items()}
+        if self.groups is None:
+            texts = {name: Program(plan, kernels).text for name, plan in plans.items()}
+        else:
+            texts = self.groups.texts(plans, kernels)
         return Programs(**{name: texts.get(name, "") for name in Programs._fields})
 
     def __str__(self) -> str:
-        if self.numbers is None:
+        if self.numbers is None or self.groups is None:
             return "None"
-        names = [name for name in self.numbers.names if name not in NOT_FOR_USERS]
-        numbers = [f"{name}={self.numbers.get(name):g}" for name in names]
-        update = self.optimizer.update
+        found = {group.name: self._described(place) for place, group in enumerate(self.groups.groups)}
+        named = ", ".join(f"{name}: {text}" for name, text in found.items())
+        return found.get("") or f"{{{named}}}"
+
+    def _described(self, place: int) -> str:
+        assert self.numbers is not None and self.groups is not None
+        names = [name for name in self.numbers.names(place) if name not in NOT_FOR_USERS]
+        numbers = [f"{name}={self.numbers.get(name, place):g}" for name in names]
+        update = self.groups.groups[place].optimizer.update
         return f"{update.rule.name}({', '.join(numbers)}, rounding={update.rounding!r})"
 
     def facade(self, module: Any) -> FusedOptimizer | None:
         """The module's optimizer as torch knows such things."""
-        if self.numbers is None:
+        if self.numbers is None or self.groups is None:
             return None
-        tensor_lr = isinstance(self.optimizer.lr, Tensor)
-        return FusedOptimizer(module, self.numbers, self.optimizer.check, tensor_lr=tensor_lr)
+        return FusedOptimizer(module, self.numbers, self.groups)
 
     def note_forward(self) -> None:
         """Every forward tells. Raises for one that is repeated after rows have changed."""
@@ -165,7 +164,7 @@ class Trainer:
             return
         self.numbers.clear_verdict()
         if scaler is None or not scaler.is_enabled():
-            self.numbers.set("grad_scale", 0.0)
+            self.numbers.set_grad_scale(0.0)
         elif scaler._scale is None:  # it makes its scale when it is first used
             device = self.numbers.hyper.device
             place = "cpu" if device.type == "meta" else device
@@ -177,7 +176,7 @@ class Trainer:
             self._scaler, "_scale", None
         )  # the tensor itself: asking for its value would wait for the device
         if scale is not None and self.numbers is not None:  # None: there is no scaler, or it is off
-            self.numbers.set("grad_scale", scale)
+            self.numbers.set_grad_scale(scale)
 
     def move(self, device: torch.device) -> None:
         """Numbers and waiting gradients to another device."""

@@ -10,16 +10,19 @@ from torch import Tensor
 
 import embforge as ef
 from embforge.cases import Case, draw_batch
+from emulated_driver import control
 from emulated_driver.trained import SPEC
 
+OPTIMIZER = ef.optim.RowwiseAdam(lr=0.1)
 
-def trained(device: str) -> ef.EmbeddingCollection:
+
+def trained(device: str, optimizer: Any = OPTIMIZER) -> ef.EmbeddingCollection:
     """Equal ones, wherever they are. On the CPU it is the reference that trains."""
     torch.manual_seed(3)
-    made = ef.EmbeddingCollection(SPEC, "cpu", "reference", optimizer=ef.optim.RowwiseAdam(lr=0.1))
+    made = ef.EmbeddingCollection(SPEC, "cpu", "reference", optimizer=optimizer)
     if device == "cpu":
         return made
-    there = ef.EmbeddingCollection(SPEC, device, optimizer=ef.optim.RowwiseAdam(lr=0.1))
+    there = ef.EmbeddingCollection(SPEC, device, optimizer=optimizer)
     there.load_state_dict(made.state_dict())
     return there
 
@@ -93,3 +96,27 @@ def test_a_bad_id_is_raised_by_check_of_the_module() -> None:
         there.check()  # the kernels of the backward have found it, too
     there.check()
     assert_equal(host_state(there), before)
+
+
+@pytest.mark.usefixtures("way")
+def test_an_update_by_two_rules_is_whole_or_none() -> None:
+    """Also the one that raises what an earlier batch had wrong, and its repetition."""
+    rules = {"b": OPTIMIZER, "a": ef.optim.SGD(lr=0.3)}
+    there, here = trained("cuda", rules), trained("cpu", rules)
+    for module in (there, here):
+        train(module, 0)
+    before = host_state(there)
+    assert_equal(before, host_state(here))
+    values, offsets, weights = draw_batch(SPEC, Case(6, "one"), 0, there.device)
+    out = there.forward_dict(values, offsets, weights)["sum"]
+    values.data[8] = 99
+    out.backward(out.detach())
+    control.finish()
+    assert_equal(host_state(there), before)
+    with pytest.raises(IndexError, match="feature 'mean': id 99 of sample 2"):
+        train(there, 1)
+    assert_equal(host_state(there), before)
+    for module in (there, here):
+        train(module, 1)
+    there.check()
+    assert_equal(host_state(there), host_state(here))

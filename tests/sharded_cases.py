@@ -6,7 +6,7 @@ A whole batch is made from a seed; a rank takes its samples of it, so that any n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,13 +77,21 @@ class Training:
     spec: CollectionSpec
     kinds: tuple[tuple[str, str], ...]
     """Of each table, a name of KINDS."""
-    optimizer: ef.optim.Optimizer
+    optimizer: ef.optim.Optimizer | dict[Any, ef.optim.Optimizer | None]
+    """For all tables, or by table."""
     steps: int = 20
     options: dict[str, Any] = field(default_factory=dict)
     """Of the sharded module."""
 
     def plan(self, size: int) -> ShardPlan:
         return ShardPlan({table: KINDS[kind] for table, kind in self.kinds})
+
+    def rule(self, table: str) -> ef.optim.Optimizer | None:
+        """What trains a table."""
+        if not isinstance(self.optimizer, dict):
+            return self.optimizer
+        named = [optimizer for names, optimizer in self.optimizer.items() if table in (names, *names)]
+        return named[0] if named else self.optimizer["*"]
 
     def features(self, table: str) -> list[FeatureSpec]:
         return [feature for feature in self.spec.features if feature.table == table]
@@ -97,7 +105,8 @@ class Training:
         placed = place(self.plan(size), self.spec, size, node_size_of(size)).by_name[table]
         if placed.replicated:
             return size == 1
-        if placed.columns_split and has_reductions(self.optimizer):
+        rule = self.rule(table)
+        if placed.columns_split and rule is not None and has_reductions(rule):
             return False
         poolings = {feature.pooling for feature in self.features(table)}
         if poolings <= {*SEQUENCE_POOLINGS, "max"}:
@@ -278,3 +287,11 @@ def one_kind(kind: str, rule: str = "adagrad") -> Training:
     )
     kinds = tuple((table.name, kind) for table in tables)
     return Training(f"{kind} alone", CollectionSpec(tables, features, name="one_kind"), kinds, RULES[rule])
+
+
+def by_table() -> Training:
+    """A table of every kind, and optimizers by table: two of them reduce rows whose columns are split."""
+    rules: dict[Any, ef.optim.Optimizer | None] = {
+        "t5": RULES["lamb"], ("t0", "t4"): RULES["rowwise_adagrad"], "t3": None, "*": RULES["adam"],
+    }  # fmt: skip
+    return replace(every_kind("adam"), name="by table", optimizer=rules, steps=8)

@@ -324,6 +324,67 @@ def a_dropped_module(rank: int, size: int) -> list[bool]:
     return found
 
 
+def optimizers_by_table(rank: int, size: int) -> dict[str, Any]:
+    """Tables of one rank each, of all of them, and replicated; one that is never trained."""
+    names = ("here", "there", "rows", "copies", "fixed")
+    tables = [ef.TableSpec(name, ROWS, DIM) for name in names]
+    spec = ef.CollectionSpec(tables, [ef.FeatureSpec(f"of_{name}", name) for name in names])
+    kinds = dict(zip(names, (TableWise(0), TableWise(1), RowWise(), DataParallel(), TableWise(1)), strict=True))
+    sgd, adagrad = ef.optim.SGD(lr=1.0), ef.optim.RowwiseAdagrad(lr=1.0)
+    rules = {("here", "copies"): sgd, "there": adagrad, "fixed": None, "*": ef.optim.SGD(lr=0.25)}
+    module = made(spec, kinds, rules)
+    groups = module.optimizer.param_groups
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        module.optimizer, [lambda step, f=f: f**step for f in (0.5, 1.0, 2.0)]
+    )
+    batch = torch.zeros(len(names), dtype=torch.int64), offsets(*[1] * len(names))
+    module(*batch).sum().backward()
+    module.optimizer.step()
+    scheduler.step()
+    saved = {key: value.clone() for key, value in module.state_dict().items()}
+    module.freeze("rows")
+    module(*batch).sum().backward()
+    after = [float(module.full(name)[0, 0]) for name in names]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    module.use_grad_scaler(scaler)
+    (module(*batch).sum() * float("inf")).backward()
+    unchanged = after == [float(module.full(name)[0, 0]) for name in names]
+    twin = made(spec, kinds, rules)
+    twin.load_state_dict(saved)
+    refused = []
+    for attempt in (lambda: module.unfreeze("fixed"), lambda: twin.optimizer.load_state_dict({"param_groups": [{}]})):
+        try:
+            attempt()
+        except (TypeError, ValueError) as error:
+            refused.append(str(error))
+    module.unfreeze()
+    return {
+        "rows": after,
+        "groups": [(group["name"], group["tables"], group["lr"]) for group in groups],
+        "states": {name: sorted(module.full_optimizer_state(name)) for name in names},
+        "keys": sorted(key for key in saved if ".optim." in key and key.startswith("tables")),
+        "loaded": [float(twin.full(name)[0, 0]) for name in names],
+        "unchanged": unchanged,
+        "refused": refused,
+    }
+
+
+def fused_tables_with_optimizers(rank: int, size: int) -> tuple[str, list[float]]:
+    """Tables of one width are one, and so is their optimizer."""
+    tables = [ef.TableSpec("a", ROWS, DIM), ef.TableSpec("b", ROWS, DIM), ef.TableSpec("c", ROWS, 8)]
+    spec = ef.CollectionSpec(tables, [ef.FeatureSpec(f"of_{table.name}", table.name) for table in tables])
+    slow, fast = ef.optim.SGD(lr=0.5), ef.optim.SGD(lr=1.0)
+    try:
+        DistributedSparseEmbedding(spec, optimizer={"a": slow, "*": fast}, **OPTIONS)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    module = DistributedSparseEmbedding(spec, optimizer={("a", "b"): slow, "c": fast}, **OPTIONS)
+    module.load_full({table.name: torch.zeros(ROWS, table.embedding_dim) for table in tables})
+    module(torch.zeros(3, dtype=torch.int64), offsets(1, 1, 1)).sum().backward()
+    return said, [float(module.full(table.name)[0, 0]) for table in tables]
+
+
 def everything(rank: int, size: int) -> dict[str, Any]:
     """All of them that need no compiler, in one group."""
     return {work.__name__: work(rank, size) for work in WORKS}
@@ -344,6 +405,8 @@ WORKS = (
     other_default_dtypes,
     steps_without_gradients,
     all_tables_frozen,
+    optimizers_by_table,
+    fused_tables_with_optimizers,
     no_memory_on_one_rank,
     timeouts,
     a_dropped_module,

@@ -263,6 +263,11 @@ def mismatches(rank: int, size: int) -> dict[str, Outcome]:
         "optimizer": {"optimizer": ef.optim.SGD(lr=0.1) if last else ef.optim.Adagrad(lr=0.1)},
         "lr": {"optimizer": ef.optim.SGD(lr=0.2 if last else 0.1)},
         "eps": {"optimizer": ef.optim.Adagrad(lr=0.1, eps=1e-3 if last else 1e-10)},
+        "lr of a table": {"optimizer": {"rows": ef.optim.SGD(lr=0.2 if last else 0.1), "*": ef.optim.Adam()}},
+        "order of entries": {
+            "optimizer": {name: ef.optim.SGD() for name in (("*", "rows") if last else ("rows", "*"))}
+        },
+        "misspelt table": {"optimizer": {"row" if last else "rows": ef.optim.SGD(), "*": ef.optim.SGD()}},
         "accumulate": {"accumulate": last},
         "average_gradients": {"average_gradients": last},
         "duplicates": {"duplicates": "merge" if last else "keep"},

@@ -80,7 +80,7 @@ def test_what_is_found_fits_or_the_table_is_named(memory: float, ranks: tuple[in
         assert memory * where.world_size < 16 * rows + 64 * where.world_size * 2e5, "there was plenty of room"
         return
     placement = place(plan, SPEC, where.world_size, where.ranks_per_node)
-    check_memory(placement, update, where, batch_size=64)
+    check_memory(placement, [update] * len(placement.tables), where, batch_size=64)
     assert simulate(placement, where, Step(64, update=update)).fits
 
 
@@ -110,10 +110,10 @@ def test_what_does_not_fit_is_named_with_its_bytes() -> None:
     plan = ShardPlan({"users": TableWise(2), "words": "row_wise", "items": "row_wise", "countries": "row_wise"})
     users = 400_000 * 64 * 12
     with pytest.raises(PlanError) as found:
-        check_memory(place(plan, SPEC, 4), ADAM, where)
+        check_memory(place(plan, SPEC, 4), [ADAM] * len(SPEC.tables), where)
     assert "table 'users' does not fit: table_wise on 4 ranks puts 307 MB" in str(found.value)
     assert "on rank 2" in str(found.value) and f"{size(users - 150e6)} more than the 150 MB" in str(found.value)
-    check_memory(place(ShardPlan.row_wise(SPEC), SPEC, 4), ADAM, where)
+    check_memory(place(ShardPlan.row_wise(SPEC), SPEC, 4), [ADAM] * len(SPEC.tables), where)
 
 
 def test_constraints_are_obeyed_and_checked() -> None:

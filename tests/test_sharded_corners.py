@@ -98,3 +98,28 @@ def test_hierarchical_gradients_in_two_bytes() -> None:
 def test_rows_that_come_behind_odd_columns_on_the_emulated_gpu() -> None:
     for equal, trained in run_ranks(2, corners.rows_that_come_behind_odd_columns, "simt"):
         assert equal and trained == 12.0 - 2.0
+
+
+def test_optimizers_by_table(found: list[dict[str, Any]]) -> None:
+    """Gradients of two ranks are added: 2 for each row. The rates of the second step are another half, one and two."""
+    size = len(found)
+    for one in of(found, corners.optimizers_by_table):
+        here, there, rows, copies, fixed = one["rows"]
+        assert here == copies == 1 - size * 1.0 - size * 0.5 and rows == 1 - size * 0.25 and fixed == 1
+        assert there == pytest.approx(1 - 1 - 0.5**0.5, abs=1e-6)
+        assert one["groups"] == [
+            ("here, copies", ("here", "copies"), 0.5), ("there", ("there",), 1.0), ("*", ("rows",), 0.5)
+        ]  # fmt: skip
+        assert one["states"] == {"here": [], "there": ["s"], "rows": [], "copies": [], "fixed": []}
+        assert one["loaded"] == [1 - size, pytest.approx(0, abs=1e-6), 1 - size * 0.25, 1 - size, 1]
+        assert one["unchanged"]
+        assert "table 'fixed': its optimizer is None" in one["refused"][0]
+        assert "1 parameter groups; allowed: 3" in one["refused"][1]
+    assert [one["keys"] for one in of(found, corners.optimizers_by_table)] == [[], ["tables.there.optim.s"]]
+
+
+def test_tables_of_one_width_have_one_optimizer(found: list[dict[str, Any]]) -> None:
+    size = len(found)
+    for said, rows in of(found, corners.fused_tables_with_optimizers):
+        assert "optimizer: tables 'a' and 'b' have one width and dtype" in said
+        assert rows == [-0.5 * size, -0.5 * size, -1.0 * size]

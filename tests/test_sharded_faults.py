@@ -128,6 +128,8 @@ def test_ranks_that_make_different_modules_are_named() -> None:
         "optimizer": "optimizer: ranks differ",
         "lr": "optimizer.lr is 0.1 on rank 0, 0.2 on rank 1",
         "eps": "is 1e-10 on rank 0, 0.001 on rank 1",
+        "lr of a table": "optimizer.rows.lr is 0.1 on rank 0, 0.2 on rank 1",
+        "order of entries": "optimizer.rows.group is 0 on rank 0, 1 on rank 1",
         "accumulate": "accumulate is False on rank 0, True on rank 1",
         "average_gradients": "average_gradients is False on rank 0, True on rank 1",
         "duplicates": "duplicates is 'keep' on rank 0, 'merge' on rank 1",
@@ -135,7 +137,7 @@ def test_ranks_that_make_different_modules_are_named() -> None:
         "bounds_check": "bounds_check is 'error' on rank 0, 'zero' on rank 1",
         "node_size": "node_size is 2 on rank 0, 1 on rank 1",
     }
-    refused = {"no optimizer", "torch's optimizer", "no plan", "unknown word"}
+    refused = {"misspelt table", "no optimizer", "torch's optimizer", "no plan", "unknown word"}
     assert set(found[0]) == set(says) | refused | {"the same"}
     for name, words in says.items():
         assert found[0][name] == found[1][name]

@@ -66,6 +66,8 @@ class Local:
     layout: CollectionLayout
     direct_width: int
     """Columns of the pooled result that take the direct way; hierarchical ones stand behind them."""
+    wholes: tuple[str, ...]
+    """Of each table of `spec`: the table whose shard it is."""
 
     @property
     def hierarchical_width(self) -> int:
@@ -263,7 +265,8 @@ class Geometry:
         spec = CollectionSpec(tuple(tables), tuple(made for _, made, _ in found), name=self.spec.name)
         layout = layout_of(spec)
         behind = sum(layout.features[i].width for i, entry in enumerate(found) if entry[2])
-        return Local(spec, tuple(local for local, _, _ in found), layout, layout.output_width - behind)
+        wholes = tuple(name for name, _, _ in self._held[rank])
+        return Local(spec, tuple(local for local, _, _ in found), layout, layout.output_width - behind, wholes)
 
     @cached_property
     def _local_index(self) -> dict[tuple[int, int, int], int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from embforge.codegen.errors import PlanError
@@ -16,14 +18,21 @@ REMEDY = (
 )
 
 
-def check_memory(placement: Placement, update: Update | None, topology: Topology, batch_size: int = 0) -> None:
+def check_memory(
+    placement: Placement, updates: Sequence[Update | None], topology: Topology, batch_size: int = 0
+) -> None:
     """`PlanError` names the table with which a rank's memory ends, and how many bytes are missing.
 
-    Rows and optimizer states; with a batch size also what a step needs beside them.
+    Rows and optimizer states; with a batch size also what a step needs beside them. `updates`: of each table, in the
+    order of the spec.
     """
-    costs = costs_of(placement, topology, Step(batch_size, update=update))
-    loads = Loads.empty(costs)
-    shares = {placed.table.name: (placed.kind, costs.share(placed)) for placed in placement.tables}
+    costs = {update: costs_of(placement, topology, Step(batch_size, update=update)) for update in updates}
+    trained = [of_update for update, of_update in costs.items() if update is not None]
+    loads = Loads.empty((trained or list(costs.values()))[0])
+    by_name = dict(zip((table.name for table in placement.spec.tables), updates, strict=True))
+    shares = {
+        placed.table.name: (placed.kind, costs[by_name[placed.table.name]].share(placed)) for placed in placement.tables
+    }
     for table, (kind, share) in sorted(shares.items(), key=lambda item: (-item[1][1].memory, item[0])):
         loads.add(share)
         if loads.memory().max() > topology.limit:

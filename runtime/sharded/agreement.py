@@ -16,6 +16,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import BOUNDS_CHECKS
 from embforge.sharded.comm import Exchange
 from embforge.sharded.formats import Formats
+from embforge.training.rule_groups import RuleGroups, rule_groups
 
 REFUSED = "refused"
 
@@ -36,8 +37,15 @@ def wrong_argument(
             "could hold a part of a table; give one of ef.optim, as ef.optim.SGD(lr=0.1) (freeze() keeps rows as they "
             "are)"
         )
-    if not isinstance(getattr(optimizer, "update", None), Update):
-        return TypeError(f"optimizer: got {optimizer!r}; allowed: one of ef.optim, as ef.optim.Adam(lr=1e-3)")
+    if not isinstance(optimizer, Mapping | RuleGroups) and not isinstance(getattr(optimizer, "update", None), Update):
+        return TypeError(
+            f"optimizer: got {optimizer!r}; allowed: one of ef.optim, as ef.optim.Adam(lr=1e-3), or a mapping from "
+            "tables to such"
+        )
+    try:
+        rule_groups(optimizer, spec)
+    except (TypeError, ValueError) as error:
+        return error
     if bounds_check not in BOUNDS_CHECKS:
         return ValueError(f"bounds_check={bounds_check!r} is not known; allowed: {', '.join(BOUNDS_CHECKS)}")
     if duplicates not in ("keep", "merge"):

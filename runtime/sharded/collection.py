@@ -31,7 +31,7 @@ from embforge.sharded.formats import Formats, computed_in
 from embforge.sharded.join import EmptyCalls
 from embforge.sharded.lookup import ShardedLookup, run_forward
 from embforge.sharded.network import Network
-from embforge.sharded.norms import RowNorms, needs_norms, shared_rule
+from embforge.sharded.norms import RowNorms, needs_norms, shared_rules
 from embforge.sharded.owner import Owner
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.starting_rows import draw_rows
@@ -41,6 +41,7 @@ from embforge.sharded.wire import Wire
 from embforge.sharded.wiring import Base, Wiring
 from embforge.storage.static import StaticTable
 from embforge.training.numbers import drawn_seed
+from embforge.training.rule_groups import RuleGroups, rule_groups
 
 
 class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
@@ -49,15 +50,15 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call
     it, and its backward, equally often. `plan`: a `ShardPlan`. `process_group`: a ProcessGroup, a DeviceMesh (two
     dimensions: nodes, ranks a node) or None: all ranks; the module makes groups of its own with these ranks.
-    `optimizer`: one of `ef.optim`; gradients of all ranks are added (`average_gradients`: divided by the number of
-    ranks, as DistributedDataParallel does). `duplicates`: "keep" sends every id of a feature that is not pooled and
-    every gradient back, so that results and training equal the unsharded collection's bit by bit; "merge" sends equal
-    ids once and adds up their gradients before they travel. `pools`: "different" asks the holders for no empty pool and
-    for equal ones once, "all" gets one of every bag; results are the same bits; None: "different" on CPUs, "all" on
-    GPUs, where finding equal ones takes a sort. `formats`: number formats on the wire. `node_size`: ranks a node, if
-    torchrun does not say. `timeout`: of the module's groups; None: as the given group's.
-    `topology`: whose memory a rank has; a table that does not fit is named before anything is allocated. What has the
-    name of an argument or method of `EmbeddingCollection` means the same.
+    `optimizer`: one of `ef.optim`, or a mapping from tables to such; gradients of all ranks are added
+    (`average_gradients`: divided by the number of ranks, as DistributedDataParallel does). `duplicates`: "keep" sends
+    every id of a feature that is not pooled and every gradient back, so that results and training equal the unsharded
+    collection's bit by bit; "merge" sends equal ids once and adds up their gradients before they travel. `pools`:
+    "different" asks the holders for no empty pool and for equal ones once, "all" gets one of every bag; results are the
+    same bits; None: "different" on CPUs, "all" on GPUs, where finding equal ones takes a sort. `formats`: number
+    formats on the wire. `node_size`: ranks a node, if torchrun does not say. `timeout`: of the module's groups; None:
+    as the given group's. `topology`: whose memory a rank has; a table that does not fit is named before anything is
+    allocated. What has the name of an argument or method of `EmbeddingCollection` means the same.
     """
 
     def __init__(
@@ -109,14 +110,16 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
             "backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology,
         }  # fmt: skip
         try:
-            self._make(optimizer, _bases, seed, **given)  # type: ignore[arg-type]
+            groups = rule_groups(optimizer, spec)
+            assert groups is not None
+            self._make(groups, _bases, seed, **given)  # type: ignore[arg-type]
         except Exception as error:  # no memory, no such backend: the others must not wait for this rank's first call
             refused = error
         agree(self._ids, {}, refused, seed)
 
     def _make(
         self,
-        optimizer: Any,
+        groups: RuleGroups,
         bases: list[Base] | None,
         seed: int,
         *,
@@ -134,11 +137,10 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         bounds_check = usual_bounds_check(spec, self._bounds_check)
         placement = place(plan, spec, self._ranks.size, self._ranks.node_size)
         if topology is not None:
-            check_memory(placement, optimizer.update, topology, batch_size or 0)
+            check_memory(placement, groups.updates(), topology, batch_size or 0)
         self.geometry = Geometry(placement, tuple(base.first for base in bases or ()))
         forward, backward = self._wire_formats()
-        self._norms = needs_norms(self.geometry, optimizer.update)
-        local_optimizer = shared_rule(optimizer) if self._norms else optimizer
+        norms = needs_norms(self.geometry, groups)
         backend = backend_on(device, backend)  # type: ignore[assignment]
         options = {
             "device": device, "backend": backend, "kernels": kernels, "batch_size": batch_size,
@@ -149,9 +151,10 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self.owner = None
         if local is not None:
             has_hierarchical = local.hierarchical_width > 0
+            own = shared_rules(groups, norms).for_parts([table.name for table in local.spec.tables], local.wholes)
             self.owner = Owner(
                 local, "fp32" if has_hierarchical else computed_in(forward), computed_in(backward),
-                optimizer=local_optimizer, accumulate=accumulate or self._norms, **options,
+                optimizer=own, accumulate=accumulate or bool(norms), **options,
             )  # fmt: skip
         kernel_directory = str(kernels) if kernels is not None else None
         arch = arch_of(backend, device)  # type: ignore[arg-type]
@@ -176,12 +179,13 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self.network = Network(wiring, stage_plan, computed_in(forward), str(backend), arch, kernel_directory)
         self.replicas = None
         if self.geometry.replicated is not None:
-            self.replicas = Replicas(self.geometry, self._wires, optimizer, accumulate, options)
-        self._trainer = self._shared_trainer(optimizer, accumulate)
+            names = [table.name for table in self.geometry.replicated.tables]
+            self.replicas = Replicas(self.geometry, self._wires, groups.for_parts(names, names), options)
+        self._trainer = self._shared_trainer(groups, accumulate)
+        self._frozen = frozenset(name for place, name in enumerate(groups.tables) if groups.of_table(place) is None)
         self._row_norms = None
-        if self._norms:
-            rank, update = self._ranks.rank, optimizer.update
-            self._row_norms = RowNorms(self.geometry, rank, self._wires, self.owner, update, device)
+        if norms:
+            self._row_norms = RowNorms(self.geometry, self._ranks.rank, self._wires, self.owner, norms, device)
         self.gradient_factor = None
         if average_gradients and self._ranks.size > 1:
             self.gradient_factor = torch.full((1,), 1 / self._ranks.size, dtype=torch.float32, device=device)
@@ -369,16 +373,11 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     @torch.no_grad()
     def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
         """The whole states of a table by name: `[rows, dim]` of elements, `[rows]` of rows. All ranks must call."""
+        self.spec.table(table)
         return {
             state.name: self._gather(table, lambda shard, name=state.name: shard.states()[name], state.extent)
-            for state in self.optimizer_rule.states
+            for state in self.states_of(table)
         }
-
-    @property
-    def optimizer_rule(self) -> Any:
-        """The rule as the user gave it."""
-        assert self._trainer.groups is not None
-        return self._trainer.groups.groups[0].optimizer.update.rule
 
     def _gather(self, name: str, take: Any, extent: Any) -> Tensor:
         spec, placed = self.spec.table(name), self.geometry.placement.by_name[name]
@@ -447,9 +446,21 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         """Raises where ranks differ in what must be the same; returns the seed of rank 0."""
         facts: dict[str, Any] = {}
         if wrong is None:
-            rule = {"update": optimizer.update.to_dict(), "lr": float(optimizer.lr), "hyper": optimizer.hyper_values}
-            facts = {"spec": self.spec.to_dict(), "plan": self.plan.to_dict(), "optimizer": rule, **options}
+            groups = rule_groups(optimizer, self.spec)
+            assert groups is not None
+            rules = _facts_of(groups)
+            facts = {"spec": self.spec.to_dict(), "plan": self.plan.to_dict(), "optimizer": rules, **options}
         return agree(self._ids, facts, wrong, drawn_seed())
+
+
+def _facts_of(groups: RuleGroups) -> dict[str, Any]:
+    """What ranks must say alike of the optimizers, by the names of their groups if these have some."""
+    found = {}
+    for number, group in enumerate(groups.groups):
+        given = group.optimizer
+        facts = {"update": given.update.to_dict(), "lr": float(given.lr), "hyper": given.hyper_values}
+        found[group.name] = facts | ({"tables": groups.table_names(group), "group": number} if group.name else {})
+    return found.get("", found)
 
 
 def _torch_name(dtype: str) -> str:

@@ -24,21 +24,45 @@ from embforge.launch.reference import ieee_sqrt
 from embforge.launch.rules import Evaluation, row_sum
 from embforge.sharded.comm import Exchange
 from embforge.sharded.owner import Owner
+from embforge.storage.static import StaticTable
 from embforge.training import pending
 from embforge.training.calls import run_reduce
+from embforge.training.numbers import STEP
+from embforge.training.rule_groups import RuleGroups
 
 FOLDS = ("sum", "mean", "norm")
 
 
-def needs_norms(geometry: Geometry, update: Update) -> bool:
-    """Whether a row's number must be put together from several pieces."""
-    reduces = bool(program_of(update.rule).reductions)
-    return reduces and any(placed.columns_split for placed in geometry.placement.tables)
+@dataclass(frozen=True)
+class SharedRule:
+    """A rule whose numbers of a row must be put together from several pieces."""
+
+    group: int
+    """Which of the module's groups has it."""
+    update: Update
+    """As the user gave it."""
+    tables: tuple[str, ...]
+    """All tables that it trains."""
 
 
-def shared_rule(optimizer: Any) -> Any:
-    """The optimizer with a rule whose reductions are states of the row."""
-    return _SharedOptimizer(optimizer)
+def needs_norms(geometry: Geometry, groups: RuleGroups) -> tuple[SharedRule, ...]:
+    """The rules that reduce rows, of which the columns of a table lie on several ranks."""
+    found = []
+    for number, group in enumerate(groups.groups):
+        update, tables = group.optimizer.update, groups.table_names(group)
+        if program_of(update.rule).reductions and any(geometry.placement.by_name[t].columns_split for t in tables):
+            found.append(SharedRule(number, update, tables))
+    return tuple(found)
+
+
+def shared_rules(groups: RuleGroups, shared: Sequence[SharedRule]) -> RuleGroups:
+    """The groups, with rules whose reductions are states of the row where these are shared."""
+    numbers = {rule.group for rule in shared}
+    made = [
+        replace(group, optimizer=_SharedOptimizer(group.optimizer)) if number in numbers else group
+        for number, group in enumerate(groups.groups)
+    ]
+    return replace(groups, groups=tuple(made))
 
 
 class _SharedOptimizer:
@@ -119,40 +143,50 @@ class RowNorms:
         rank: int,
         exchange: Exchange,
         owner: Owner | None,
-        update: Update,
+        rules: Sequence[SharedRule],
         device: torch.device,
     ) -> None:
-        self.rank, self.exchange, self.owner, self.update, self.device = rank, exchange, owner, update, device
+        self.rank, self.exchange, self.owner, self.rules, self.device = rank, exchange, owner, rules, device
         self.held = [_held(geometry, number) for number in range(geometry.world_size)]
         """Of each rank, the tables of its own collection."""
 
     def share(self) -> None:
-        """Fills the states of the rows whose gradients wait. All ranks must call."""
-        evaluations, reduced = self._begin()
-        rows = [held.whole_rows(local) for held, (local, _) in zip(self.held[self.rank], reduced, strict=True)]
+        """Fills the states of the rows whose gradients wait, rule by rule. All ranks must call."""
+        reduced = self._merged()
+        for rule in self.rules:
+            everywhere = [[held for held in of_rank if held.table in rule.tables] for of_rank in self.held]
+            own = [place for place, held in enumerate(self.held[self.rank]) if held.table in rule.tables]
+            self._share(rule, everywhere, own, [reduced[place] for place in own])
+
+    def _share(
+        self, rule: SharedRule, everywhere: list[list[_Held]], own: list[int], reduced: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """One rule's. `everywhere`: its tables on each rank; `own`: where they are in this rank's own collection."""
+        evaluations = self._evaluations(rule, everywhere[self.rank], own, reduced)
+        rows = [held.whole_rows(local) for held, (local, _) in zip(everywhere[self.rank], reduced, strict=True)]
         sums = [next(evaluation) for evaluation in evaluations]
         finished: list[list[Tensor]] = [[] for _ in evaluations]
-        for _ in program_of(self.update.rule).reductions:
-            whole, sums = self._exchange(rows, sums), []
+        for _ in program_of(rule.update.rule).reductions:
+            whole, sums = self._exchange(everywhere, rows, sums), []
             for index, (evaluation, total) in enumerate(zip(evaluations, whole, strict=True)):
                 try:
                     sums.append(evaluation.send(total))
                 except StopIteration as stop:
                     finished[index] = stop.value
-        if self.owner is None:
-            return
-        for table, (local, _), values in zip(self.owner.module._tables().values(), reduced, finished, strict=True):
+        for table, (local, _), values in zip(self._tables(own), reduced, finished, strict=True):
             states = table.states()
-            for name, value in zip(state_names(self.update.rule), values, strict=True):
+            for name, value in zip(state_names(rule.update.rule), values, strict=True):
                 states[name][local] = value
 
-    def _begin(self) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
-        """The rule on the rows whose gradients wait, table by table; and these rows with their gradients."""
+    def _tables(self, places: Sequence[int]) -> list[StaticTable]:
+        held = [] if self.owner is None else list(self.owner.module._tables().values())
+        return [held[place] for place in places]
+
+    def _merged(self) -> list[tuple[Tensor, Tensor]]:
+        """The rows of each table whose gradients wait, and these."""
         if self.owner is None:
-            return [], []
-        module = self.owner.module
-        trainer, numbers = module._trainer, module._trainer.numbers
-        assert numbers is not None
+            return []
+        module, trainer = self.owner.module, self.owner.module._trainer
         if not trainer._pending:
             rows = torch.empty(0, dtype=torch.int64, device=self.device)
             nothing = [
@@ -165,36 +199,47 @@ class RowNorms:
         reduced = list(run_reduce(module._programs[torch.int64].merge, storage, batch, gradients))
         verdicts = [verdict for one in trainer._pending for verdict in one.verdicts]
         trainer._pending = [pending.Pass(reduced, verdicts)]
-        scale = numbers.get("grad_scale") or 1.0
+        return reduced
+
+    def _evaluations(
+        self, rule: SharedRule, held: list[_Held], own: list[int], reduced: list[tuple[Tensor, Tensor]]
+    ) -> list[Generator[Tensor, Tensor, list[Tensor]]]:
+        """The rule on the rows whose gradients wait, table by table."""
+        if self.owner is None:
+            return []
+        numbers = self.owner.module._trainer.numbers
+        assert numbers is not None
+        scale, step = numbers.get("grad_scale", rule.group) or 1.0, int(numbers.counters[STEP]) + 1
         evaluations = []
-        for table, (rows, gradient), held in zip(module._tables().values(), reduced, self.held[self.rank], strict=True):
+        for table, (rows, gradient), placed in zip(self._tables(own), reduced, held, strict=True):
             states = {name: state[rows] for name, state in table.states().items()}
             evaluation = _Shared(
-                self.update, numbers.hyper.tolist(), int(numbers.counters[0]) + 1, gradient / scale,
-                table.weight[rows].float(), states, torch.float32,
+                rule.update, numbers.values(rule.group), step, gradient / scale, table.weight[rows].float(), states,
+                torch.float32,
             )  # fmt: skip
-            evaluations.append(evaluation.partial_sums(held.whole_width))
-        return evaluations, reduced
+            evaluations.append(evaluation.partial_sums(placed.whole_width))
+        return evaluations
 
-    def _exchange(self, rows: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-        """Of every table the sums over all its columns, added in their order.
+    def _exchange(self, everywhere: list[list[_Held]], rows: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
+        """Of every table of a rule the sums over all its columns, added in their order.
 
-        `rows`: of each of this rank's tables the rows that `sums` are of, by their numbers in the whole table. Every
-        holder of a row has a gradient for it, so that both sides know which rows travel, in the order of the rows.
+        `everywhere`: these tables on each rank. `rows`: of each of this rank's tables the rows that `sums` are of, by
+        their numbers in the whole table. Every holder of a row has a gradient for it, so that both sides know which
+        rows travel, in the order of the rows.
         """
-        mine = self.held[self.rank]
+        mine = everywhere[self.rank]
         known = dict(zip((held.key for held in mine), zip(rows, sums, strict=True), strict=True))
         out = [
             [known[held.key][1][held.shared(known[held.key][0], others)] for held in mine if held.meets(others)]
-            for others in (() if rank == self.rank else held for rank, held in enumerate(self.held))
+            for others in (() if rank == self.rank else held for rank, held in enumerate(everywhere))
         ]
         wanted = {
             held.key: (rank, held.wanted([known[own.key][0] for own in mine if own.table == held.table]))
-            for rank, others in enumerate(self.held)
+            for rank, others in enumerate(everywhere)
             for held in others
             if rank != self.rank and held.meets(mine)
         }
-        coming = [0] * len(self.held)
+        coming = [0] * len(everywhere)
         for rank, whole in wanted.values():
             coming[rank] += whole.numel()
         flat = [total for totals in out for total in totals]

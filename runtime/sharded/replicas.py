@@ -18,12 +18,13 @@ from embforge.sharded.comm import Exchange
 from embforge.sharded.distribute import Distributed
 from embforge.training.calls import run_forward, run_reduce, run_weight_gradient
 from embforge.training.pending import Pass
+from embforge.training.rule_groups import RuleGroups
 
 
 class Replicas:
     """The replicated tables of a collection on one rank."""
 
-    def __init__(self, geometry: Geometry, exchange: Exchange, optimizer: Any, accumulate: bool, options: Any) -> None:
+    def __init__(self, geometry: Geometry, exchange: Exchange, optimizer: RuleGroups, options: Any) -> None:
         assert geometry.replicated is not None
         self.exchange = exchange
         self.features = [

@@ -17,6 +17,7 @@ from embforge.sharded.collection import ShardedEmbeddingCollection
 from embforge.sharded.distribute import Distributed
 from embforge.sharded.vectors import Arrived, Room, Vectors
 from embforge.sharded.wiring import Base
+from embforge.training.rule_groups import RuleGroups, rule_groups
 
 POOLINGS = ("sum", "mean", "sqrtn")
 
@@ -48,6 +49,8 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
         options["pools"] = "all"
         members = _fuse(spec)
         fused = members.spec
+        if isinstance(optimizer, Mapping):
+            optimizer = _of_fused(rule_groups(optimizer, spec), members)
         super().__init__(fused, ShardPlan.row_wise(fused), process_group, optimizer, _bases=members.bases, **options)
         self.given_spec, self._members = spec, members.members
         wiring = replace(self.distributor.wiring, added_on_the_way=True)
@@ -143,6 +146,20 @@ def _fuse(spec: CollectionSpec) -> _Fused:
     )
     bases = [home[feature.table][1] for feature in spec.features]
     return _Fused(CollectionSpec(fused, features, spec.output_dtype, spec.name), bases, members)
+
+
+def _of_fused(groups: RuleGroups | None, fused: _Fused) -> RuleGroups:
+    """The groups of tables that hold several each: tables of one width are one, and trained by one optimizer."""
+    assert groups is not None
+    for members in fused.members.values():
+        first, *others = [groups.of_table(groups.tables.index(member.name)) for member in members]
+        for member, group in zip(members[1:], others, strict=True):
+            if group is not first:
+                raise ValueError(
+                    f"optimizer: tables {members[0].name!r} and {member.name!r} have one width and dtype and so are "
+                    "one here, trained by one optimizer; name them in one entry, or use ShardedEmbeddingCollection"
+                )
+    return groups.for_parts(list(fused.members), [members[0].name for members in fused.members.values()])
 
 
 class ReducedVectors(Vectors):

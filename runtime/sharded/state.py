@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from embforge.codegen.rules.rule import State
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.placement import Piece, Rows, TablePlacement
 from embforge.sharded.comm import Ranks
@@ -25,6 +26,18 @@ from embforge.training.trained import _wrong_counter
 
 SHARD = "embforge_shard"
 """Key of a state dict's metadata: whose shards it holds."""
+
+
+class HeldTable(NamedTuple):
+    """A table of a rank's own: a shard, or a replica."""
+
+    name: str
+    """The whole table's."""
+    key: str
+    """What its entries in the state dict begin with."""
+    table: StaticTable
+    rows: int
+    """How many of its rows are rows of the table."""
 
 
 class HeldShards(nn.Module, ABC):
@@ -44,43 +57,42 @@ class HeldShards(nn.Module, ABC):
     def _parts_trained(self) -> dict[str, Any]:
         """The collections that hold rows here, by what a state dict puts before their counters."""
 
-    @property
     @abstractmethod
-    def optimizer_rule(self) -> Any:
-        """The rule as the user gave it."""
+    def states_of(self, table: str) -> tuple[State, ...]:
+        """The states of a table's optimizer, as the user gave it."""
 
-    def held_tables(self) -> Iterator[tuple[str, StaticTable, int]]:
-        """What this rank holds: the name in the state dict, the storage, and how many of its rows are rows of the
-        table."""
+    def held_tables(self) -> Iterator[HeldTable]:
+        """What this rank holds."""
         rank = self._ranks.rank
         for placed in self.geometry.placement.tables:
+            name = placed.table.name
             if placed.replicated:
-                name = placed.table.name
-                yield f"tables.{name}", self._table(name), placed.table.num_embeddings
+                yield HeldTable(name, f"tables.{name}", self._table(name), placed.table.num_embeddings)
             for number, piece in enumerate(placed.pieces):
                 if rank in piece.owners:
                     rows = placed.rows(piece, piece.owners.index(rank))
-                    yield part_key(placed, piece, rows), self._table(piece_name(placed, number)), rows.count
+                    key, held = part_key(placed, piece, rows), self._table(piece_name(placed, number))
+                    yield HeldTable(name, key, held, rows.count)
 
     def _keys_of_all_ranks(self) -> set[str]:
         """What the state dicts of all ranks have together."""
-        tables = {f"tables.{placed.table.name}" for placed in self.geometry.placement.tables if placed.replicated}
+        found = {f"{part}optim.{name}" for part in ("", "replicated.") for name in ("step", "seed")}
         for placed in self.geometry.placement.tables:
+            tables = {f"tables.{placed.table.name}"} if placed.replicated else set()
             for piece in placed.pieces:
                 shards = range(len(piece.owners))
                 tables |= {part_key(placed, piece, placed.rows(piece, shard)) for shard in shards}
-        entries = ["weight", *(f"optim.{state.name}" for state in self.optimizer_rule.states)]
-        counters = {f"{part}optim.{name}" for part in ("", "replicated.") for name in ("step", "seed")}
-        return {f"{table}.{entry}" for table in tables for entry in entries} | counters
+            entries = ["weight", *(f"optim.{state.name}" for state in self.states_of(placed.table.name))]
+            found |= {f"{table}.{entry}" for table in tables for entry in entries}
+        return found
 
     def _saved(self) -> dict[str, Tensor]:
         """The live rows and states by key."""
         found = {}
-        wanted = [state.name for state in self.optimizer_rule.states]
-        for key, table, rows in self.held_tables():
+        for name, key, table, rows in self.held_tables():
             found[f"{key}.weight"] = table.weight[:rows]
             states = table.states()
-            found |= {f"{key}.optim.{name}": states[name][:rows] for name in wanted}
+            found |= {f"{key}.optim.{state.name}": states[state.name][:rows] for state in self.states_of(name)}
         return found
 
     def _saved_counters(self) -> dict[str, Tensor]:

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from embforge.codegen.rules.rule import State
 from embforge.sharded.comm import Exchange
 from embforge.sharded.norms import RowNorms
 from embforge.sharded.owner import Owner
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.state import HeldShards, held_names
+from embforge.storage.static import NO_RULE
 from embforge.training.around import Surrounded
 from embforge.training.calls import ROWS_CHANGED
 from embforge.training.facade import FusedOptimizer
-from embforge.training.rule_groups import rule_groups
+from embforge.training.rule_groups import RuleGroup, RuleGroups
 from embforge.training.trainer import Trainer
 
 
@@ -133,9 +135,23 @@ class ShardedTraining(Surrounded, HeldShards):
         """Whether any table is trained, wherever it lies."""
         return len(self._frozen) < len(self.spec.tables)
 
+    def states_of(self, table: str) -> tuple[State, ...]:
+        """The states of a table's optimizer, as the user gave it."""
+        group = self._group_of(table)
+        return () if group is None else group.optimizer.update.rule.states
+
+    def _group_of(self, table: str) -> RuleGroup | None:
+        groups = self._trainer.groups
+        assert groups is not None
+        return groups.of_table(groups.tables.index(table))
+
     def _set_trainable(self, names: tuple[str, ...], wanted: bool) -> None:
-        for name in names or [table.name for table in self.spec.tables]:
+        for name in names:
             self.spec.table(name)
+            if wanted and self._group_of(name) is None:
+                raise TypeError(f"table {name!r}: {NO_RULE}")
+        every = [table.name for table in self.spec.tables if not wanted or self._group_of(table.name) is not None]
+        for name in names or every:
             self._frozen = self._frozen - {name} if wanted else self._frozen | {name}
             placed = self.geometry.placement.by_name[name]
             for held in held_names(placed, self._ranks.rank):
@@ -155,9 +171,9 @@ class ShardedTraining(Surrounded, HeldShards):
     def _all_numbers(self) -> list[Any]:
         return [module._trainer.numbers for module in self._modules_trained()] or [self._trainer.numbers]
 
-    def _shared_trainer(self, optimizer: Any, accumulate: bool) -> Trainer:
+    def _shared_trainer(self, groups: RuleGroups, accumulate: bool) -> Trainer:
         """One set of hyperparameters for all that this rank trains; each part counts its own updates."""
-        trainer = Trainer(rule_groups(optimizer, self.spec), accumulate, self._device)
+        trainer = Trainer(groups, accumulate, self._device)
         assert trainer.numbers is not None
         for module in self._modules_trained():
             module._trainer.numbers.hyper = trainer.numbers.hyper

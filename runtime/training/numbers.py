@@ -75,6 +75,12 @@ class Numbers:
         place = self._place(name, group)
         return self._values[place] if self.hyper.is_meta else float(self.hyper[place])
 
+    def values(self, group: int = 0) -> list[float]:
+        """All hyperparameters of an optimizer, in the order in which kernels read them. Waits for the device."""
+        first = self._place(HYPER[0], group)
+        values: list[float] = self.hyper[first : first + len(self._names[group])].tolist()
+        return values
+
     def live(self, name: str, group: int = 0) -> Tensor:
         """A hyperparameter as the number in memory that kernels read."""
         return self.hyper[self._place(name, group)]

@@ -26,6 +26,7 @@ from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, r
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of, places_of
 from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
+from embforge.storage.parameter_table import ParameterTable, Sparse, sparse_tables
 from embforge.storage.static import StaticTable, Tables, readable_bytes
 from embforge.trace_file import FILE_VARIABLE
 from embforge.training.around import refuse_average
@@ -67,8 +68,11 @@ class EmbeddingCollection(Trained):
     `batch_size`: the usual samples a call, if known: it chooses among tuned results and limits nothing.
 
     `optimizer`: one of `ef.optim`, which updates rows in the backward pass (every forward's backward is one update), or
-    with `accumulate=True` in `step()`; None: tables are parameters with sparse gradients for torch.optim. A mapping, as
+    with `accumulate=True` in `step()`; None: tables are parameters for torch.optim. A mapping, as
     `{"users": ef.optim.Adam(), "*": ef.optim.SGD()}`, gives tables optimizers of their own; with None in it, none.
+    `sparse` is for tables that are parameters: True (the default) gives them sparse gradients, which hold the rows that
+    occur; False dense ones, which every optimizer, DistributedDataParallel and `clip_grad_norm_` take, and which cost
+    each backward pass as many bytes as the tables have; or it names the tables with sparse ones.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class EmbeddingCollection(Trained):
         params: Params | None = None,
         backward_params: Params | None = None,
         batch_size: int | None = None,
+        sparse: Sparse = None,
     ) -> None:
         super().__init__()
         if not isinstance(spec, CollectionSpec):
@@ -109,12 +114,17 @@ class EmbeddingCollection(Trained):
         self._batch_size = batch_size
         self._choices: dict[str, Choices] = {}
         self.tables = Tables()
+        sparse_names = sparse_tables(spec, sparse, optimizer)
         for place, table in enumerate(self.layout.tables):
-            group = None if groups is None else groups.of_table(place)
-            initial = None if group is None else group.optimizer.initial_states
             # Past add_module's check: a table may be called `forward` or `type`.
-            self.tables._modules[table.table.name] = StaticTable(
-                table, device, fused=self._fused, initial=initial, has_rule=group is not None
+            name = table.table.name
+            if groups is None:
+                self.tables._modules[name] = ParameterTable(table, device, sparse=name in sparse_names)
+                continue
+            group = groups.of_table(place)
+            initial = None if group is None else group.optimizer.initial_states
+            self.tables._modules[name] = StaticTable(
+                table, device, fused=True, initial=initial, has_rule=group is not None
             )
         self._ready: dict[torch.dtype, _Ready] = {}
         self._kept = None
@@ -141,11 +151,14 @@ class EmbeddingCollection(Trained):
         `modules`: nn.EmbeddingBag (its mode is the pooling) and nn.Embedding (pooling "none"); modules that share a
         weight share a table. `weighted`: names of the features that are called with per-sample weights.
         `output_dtype`: None is the modules' dtype where all have the same, else fp32. `options`: those of the
-        constructor; `device` defaults to the modules' own. Rows are copied, and frozen ones stay frozen. SpecError
+        constructor; `device` defaults to the modules' own, and so does `sparse`: without a fused optimizer a table has
+        sparse gradients if all modules that share it have. Rows are copied, and frozen ones stay frozen. SpecError
         names a module that cannot be taken over, and why.
         """
-        spec, weights = convert(modules, weighted, output_dtype)
+        spec, weights, sparse = convert(modules, weighted, output_dtype)
         chosen: dict[str, Any] = {"device": common_device(weights)} if options.get("device") is None else {}
+        if options.get("optimizer") is None and options.get("sparse") is None:
+            chosen["sparse"] = sparse
         made = cls(spec, **options | chosen)
         with torch.no_grad():
             for name, weight in weights.items():
@@ -251,6 +264,8 @@ class EmbeddingCollection(Trained):
         )
         trained = f", optimizer={self._trainer}" if self._fused else ""
         trained += ", accumulate=True" if self._trainer.accumulate else ""
+        dense = [name for name, table in self._tables().items() if not self._fused and not table.sparse]
+        trained += f", dense gradients: {', '.join(dense)}" if dense else ""
         frozen = [name for name, table in self._tables().items() if not table.is_trained()]
         trained += f", frozen: {', '.join(frozen)}" if frozen else ""
         return f"{spec.name or 'collection'}: {sizes}, {held}, backend={self.backend}{trained}"
@@ -295,14 +310,14 @@ class EmbeddingCollection(Trained):
         if self._is_fsdp_managed_module and self._fused:
             self.refuse_fsdp()
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        parameters, holders = ((), list(self._tables().values())) if self._fused else (tables, [])
+        parameters, holders = () if self._fused else tables, list(self._tables().values())
         if not self._must_be_seen(batch.values) and not batch.values.is_meta:
             return trainer.lookup(programs, self._storage(tables), holders, batch, elements, parameters)
         if _compiler._is_exporting_flag:  # an exported graph serves: it has no use for an optimizer's states
             return self._call_operator(tables, batch, sequence_rows)
         storage = self._new_storage(tables)
         if trainer.numbers is None or trainer.accumulate:
-            # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
+            # Gradients of tables, and those that wait, are no part of a graph: a compiler leaves these calls to Python.
             if _is_compiling() or _has_numbers(batch.values):
                 found: tuple[Tensor, Tensor | None] = _untraced(trainer.lookup)(
                     programs, storage, holders, batch, elements, parameters

@@ -18,10 +18,11 @@ DTYPE_NAMES = {torch_dtype(name): name for name in TABLE_DTYPES}
 
 
 class Converted(NamedTuple):
-    """The spec that modules amount to, and the rows of its tables by name."""
+    """The spec that modules amount to, the rows of its tables by name, and which tables have sparse gradients."""
 
     spec: CollectionSpec
     weights: dict[str, Tensor]
+    sparse: frozenset[str]
 
 
 def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_dtype: str | None) -> Converted:
@@ -38,6 +39,7 @@ def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_
     tables: dict[int, TableSpec] = {}
     weights: dict[str, Tensor] = {}
     features = []
+    dense: set[str] = set()
     for name, module in modules.items():
         weight = _checked(name, module)
         if id(weight) not in tables:
@@ -48,8 +50,10 @@ def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_
         padding: Any = module.padding_idx
         table = tables[id(weight)].name
         features.append(FeatureSpec(name, table, pooling, weighted=name in weighted, padding_idx=padding))
+        if not module.sparse:  # what several modules give a weight is dense if one of them gives it a dense one
+            dense.add(table)
     spec = CollectionSpec(tuple(tables.values()), features, output_dtype or _common_dtype(tables.values()))  # type: ignore[arg-type]
-    return Converted(spec, weights)
+    return Converted(spec, weights, frozenset(weights) - dense)
 
 
 def common_device(weights: Mapping[str, Tensor]) -> torch.device:

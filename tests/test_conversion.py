@@ -79,6 +79,20 @@ def test_tied_and_frozen_weights_stay_so() -> None:
     assert "frozen: c" in repr(made) and made.num_parameters() == 9 * 5 + 4 * 5
 
 
+def test_gradients_are_sparse_where_those_of_the_modules_are() -> None:
+    one, other = nn.EmbeddingBag(9, 5, mode="sum", sparse=True), nn.EmbeddingBag(9, 5, mode="sum", sparse=False)
+    other.weight = one.weight  # to which torch's modules would give a dense gradient
+    given = {"a": one, "b": other, "c": nn.Embedding(9, 5, sparse=True), "d": nn.Embedding(9, 5)}
+    kinds = [({}, [False, True, False]), ({"sparse": True}, [True] * 3), ({"sparse": ["d"]}, [False, False, True])]
+    for options, expected in kinds:
+        made = EmbeddingCollection.from_modules(given, backend="reference", **options)
+        results = made.forward_dict(torch.tensor([1, 2, 3, 4]), lengths=torch.ones(4, dtype=torch.int64))
+        torch.stack([result.sum() for result in results.values()]).sum().backward()
+        assert [made.weight(name).grad.is_sparse for name in "acd"] == expected  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="sparse=True goes with optimizer=None only"):
+        EmbeddingCollection.from_modules(given, optimizer=ef.optim.SGD(lr=1.0), sparse=True)
+
+
 class Derived(nn.EmbeddingBag):
     pass
 
@@ -124,7 +138,7 @@ def test_a_serving_module_loads_a_training_checkpoint_strictly() -> None:
 def test_a_collection_is_printed_with_its_tables() -> None:
     text = repr(EmbeddingCollection(SPEC, backend="reference"))
     assert "2 tables, 3 features, 948 parameters, 3.9 KB" in text
-    assert "(b): StaticTable(12 x 4 bf16, 96 B)" in text
+    assert "(b): ParameterTable(12 x 4 bf16, 96 B)" in text
     many = ef.CollectionSpec(
         [ef.TableSpec(f"t{i}", 10, 4) for i in range(30)], [ef.FeatureSpec(f"f{i}", f"t{i}") for i in range(30)]
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import TableLayout
 from embforge.memory import ask_for_huge_pages
+from embforge.storage.fused_steps import guard_padded
 from embforge.storage.states import allocate_section, state_views, versioned
 
 MADE = "_embforge_made"
@@ -41,6 +42,8 @@ class StaticTable(nn.Module):
     block: Tensor
     """Of a fused table: `[rows, stride_elements]`, all of its memory with the padding and the states in it. What graphs
     hold of a table: whoever copies `weight` copies no padding."""
+    sparse: bool = False
+    """Whether gradients are sparse. A fused table has none."""
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class StaticTable(nn.Module):
         initial: Mapping[str, float] | None = None,
         has_rule: bool = True,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of a class between: see ParameterTable
         self.layout = layout
         self.initial = dict(initial or {})
         """What states are before the first update, where that is not 0."""
@@ -292,9 +295,10 @@ def _parameter(rows: Tensor, like: Tensor | None = None) -> nn.Parameter:
 
 
 def _mark_gradients(parameter: Tensor) -> None:
-    """Sees to it that coalesced gradients are known as such, once a parameter has gradients."""
+    """Sees to it that coalesced gradients are known as such, and gaps between rows, once a parameter has gradients."""
     if parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
         parameter.register_post_accumulate_grad_hook(_say_coalesced)
+        guard_padded(parameter)
 
 
 def _say_coalesced(parameter: Tensor) -> None:

@@ -13,7 +13,7 @@ from embforge.arguments import check_sequence_gradient
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients, readable
 from embforge.launch.kernels import kernel_of
-from embforge.storage.static import NO_FP8_GRADIENT, note_made
+from embforge.storage.parameter_table import gradient_of
 from embforge.training.calls import (
     ROWS_CHANGED,
     Programs,
@@ -30,9 +30,11 @@ Sink = Callable[[Gradients, list[tuple[Tensor, Tensor]]], Tensor]
 
 
 class Holder(Protocol):
-    """Who knows whether a table is trained."""
+    """A table that knows how it is trained."""
 
     trainable: bool
+    sparse: bool
+    """Whether the gradient of a table without a fused optimizer is sparse."""
 
 
 class Call(NamedTuple):
@@ -41,7 +43,7 @@ class Call(NamedTuple):
     programs: Programs
     storage: Storage
     holders: Sequence[Holder]
-    """Of the tables of a fused optimizer: what is frozen between a forward and its backward is not trained."""
+    """The tables: what is frozen between a forward and its backward is not trained by a fused optimizer."""
     sequence_elements: int
     numbers: Numbers | None
     """Of a fused optimizer; without one, gradients go to the tables."""
@@ -55,7 +57,7 @@ class Lookup(torch.autograd.Function):
     """`apply(call, values, offsets, batch, weights, anchor, *parameters)` -> pooled, and sequence if there is any.
 
     Gradients: of `weights`; of `anchor` the verdict of the update; of `parameters` (tables without a fused optimizer)
-    coalesced sparse ones.
+    coalesced sparse ones, or dense ones.
     """
 
     @staticmethod
@@ -102,8 +104,8 @@ class Lookup(torch.autograd.Function):
         elif any(wanted):
             reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)
             table_gradients = [
-                _sparse(table, *found) if want else None
-                for table, found, want in zip(call.parameters, reduced, wanted, strict=True)
+                gradient_of(table, *found, sparse=holder.sparse) if want else None
+                for table, holder, found, want in zip(call.parameters, call.holders, reduced, wanted, strict=True)
             ]
         return None, None, None, None, weight_gradient, anchor_gradient, *table_gradients
 
@@ -123,13 +125,3 @@ def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> 
         with numbers.lock:
             return run_update(call.programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
     return call.accumulate(gradients, run_reduce(call.programs.reduce, storage, batch, gradients))
-
-
-def _sparse(table: Tensor, rows: Tensor, gradient: Tensor) -> Tensor:
-    if table.dtype.itemsize == 1:
-        raise TypeError(NO_FP8_GRADIENT)
-    made = torch.sparse_coo_tensor(
-        rows[None], gradient.to(table.dtype), table.shape, is_coalesced=True, check_invariants=False
-    )
-    note_made(table, made)
-    return made

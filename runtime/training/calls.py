@@ -19,8 +19,8 @@ from embforge.launch.kernels import kernel_of
 from embforge.launch.metadata import Metadata, metadata_of, places_of, update_metadata_of
 
 DOUBLE_BACKWARD = (
-    "the backward of an embforge lookup updates rows (or makes sparse gradients) and cannot itself be differentiated; "
-    "call backward without create_graph=True, or compute second derivatives with torch.nn.EmbeddingBag"
+    "the backward of an embforge lookup updates rows, or makes gradients of tables, and cannot itself be "
+    "differentiated; call backward without create_graph=True, or compute second derivatives with torch.nn.EmbeddingBag"
 )
 ROWS_CHANGED = (
     "the gradient of per-sample weights needs the rows that the forward read, but another backward of this module has "

@@ -208,5 +208,6 @@ def _checked(optimizer: Any, entry: str = "") -> TableOptimizer:
         )
     raise TypeError(
         f"optimizer: got {optimizer!r}; allowed: one of embforge.optim, as ef.optim.Adam(lr=1e-3), a mapping from "
-        "tables to such, or None: then give module.parameters() to a torch.optim optimizer that takes sparse gradients"
+        "tables to such, or None: then give module.parameters() to an optimizer of torch.optim (sparse=False makes "
+        "dense gradients)"
     )

@@ -122,8 +122,9 @@ class Trainer:
         """Scales what has accumulated down to a norm over all tables; returns the norm before."""
         if self.numbers is None:
             raise RuntimeError(
-                "clip_grad_norm_ is for a fused optimizer: give the module an optimizer of embforge.optim and "
-                "accumulate=True (torch's own clipping takes no sparse gradients)"
+                "clip_grad_norm_ of the module is for a fused optimizer: give it one of embforge.optim and "
+                "accumulate=True; or make the module with sparse=False and call torch.nn.utils.clip_grad_norm_, which "
+                "takes dense gradients only"
             )
         if not self.accumulate:
             raise RuntimeError(

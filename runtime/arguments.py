@@ -72,9 +72,14 @@ def rows_of(layout: CollectionLayout, blocks: Sequence[Tensor]) -> list[Tensor]:
                 f"tables: {tuple(block.shape)} with strides {block.stride()} stands for {placed.table.name!r}; "
                 f"allowed: contiguous [rows, {placed.stride_elements}]"
             )
-    tables = [block[:, : placed.table.embedding_dim] for placed, block in zip(layout.tables, blocks, strict=True)]
-    check_tables(layout, tables)
-    return tables
+    return rows_in(layout, blocks)
+
+
+def rows_in(layout: CollectionLayout, tables: Sequence[Tensor]) -> list[Tensor]:
+    """The same for those who only read: `tables` may also be the rows alone, as far apart as the layout says."""
+    rows = [table[:, : placed.table.embedding_dim] for placed, table in zip(layout.tables, tables, strict=True)]
+    check_tables(layout, rows)
+    return rows
 
 
 class RulePlan(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from embforge import ops
+from embforge import dense_ops, ops
 from embforge.arguments import sequence_elements
 from embforge.backends import DEVICES_OF, BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
@@ -35,6 +35,16 @@ from embforge.training.numbers import drawn_seed
 from embforge.training.rule_groups import rule_groups
 from embforge.training.trained import Trained
 from embforge.training.trainer import Trainer
+
+SPARSE = (
+    "torch.compile cannot hold sparse gradients in a graph: make the EmbeddingCollection with sparse=False (dense "
+    "gradients) or with an optimizer of embforge.optim, or compile without fullgraph=True"
+)
+ACCUMULATED = (
+    "gradients that accumulate until step() are no part of a graph: make the EmbeddingCollection without "
+    "accumulate=True, or compile without fullgraph=True"
+)
+"""Why a call is left out of a graph."""
 
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
@@ -71,8 +81,8 @@ class EmbeddingCollection(Trained):
     with `accumulate=True` in `step()`; None: tables are parameters for torch.optim. A mapping, as
     `{"users": ef.optim.Adam(), "*": ef.optim.SGD()}`, gives tables optimizers of their own; with None in it, none.
     `sparse` is for tables that are parameters: True (the default) gives them sparse gradients, which hold the rows that
-    occur; False dense ones, which every optimizer, DistributedDataParallel and `clip_grad_norm_` take, and which cost
-    each backward pass as many bytes as the tables have; or it names the tables with sparse ones.
+    occur; False dense ones, which every optimizer, DistributedDataParallel, `clip_grad_norm_` and torch.compile take,
+    and which cost each backward pass as many bytes as the tables have; or it names the tables with sparse ones.
     """
 
     def __init__(
@@ -315,19 +325,19 @@ class EmbeddingCollection(Trained):
             return trainer.lookup(programs, self._storage(tables), holders, batch, elements, parameters)
         if _compiler._is_exporting_flag:  # an exported graph serves: it has no use for an optimizer's states
             return self._call_operator(tables, batch, sequence_rows)
-        storage = self._new_storage(tables)
-        if trainer.numbers is None or trainer.accumulate:
-            # Gradients of tables, and those that wait, are no part of a graph: a compiler leaves these calls to Python.
+        storage, numbers = self._new_storage(tables), trainer.numbers
+        if numbers is None and not any(h.sparse and t for h, t in zip(holders, storage.trainable, strict=True)):
+            return self._call_dense_operator(tables, batch, sequence_rows)
+        if numbers is None or trainer.accumulate:
+            # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
             if _is_compiling() or _has_numbers(batch.values):
-                found: tuple[Tensor, Tensor | None] = _untraced(trainer.lookup)(
-                    programs, storage, holders, batch, elements, parameters
-                )
+                untraced = _untraced(trainer.lookup, SPARSE if numbers is None else ACCUMULATED)
+                found: tuple[Tensor, Tensor | None] = untraced(programs, storage, holders, batch, elements, parameters)
                 return found
             return self._call_operator(tables, batch, sequence_rows)
         if not _is_compiling() and _has_numbers(batch.values):
             trainer.note_forward()
         trainer.take_scale()
-        numbers = trainer.numbers
         anchor = numbers.anchor if any(storage.trainable) else numbers.anchor.detach()
         results: tuple[Tensor, ...] = ops.lookup_train(
             batch.values,
@@ -365,6 +375,16 @@ class EmbeddingCollection(Trained):
             batch.values, batch.offsets, batch.weights, tables, rows, program, self._bounds_check
         )
         return result
+
+    def _call_dense_operator(
+        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        programs, rows = self._program(batch), list(sequence_rows) or None
+        texts = (programs.train, programs.reduce, programs.weight_gradient)
+        results: tuple[Tensor, ...] = dense_ops.lookup_dense(
+            batch.values, batch.offsets, batch.weights, tables, rows, *texts, self._bounds_check
+        )
+        return results[0], results[1]
 
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
@@ -461,5 +481,8 @@ def _has_numbers(values: Tensor) -> bool:
     return type(values) is Tensor and not values.is_meta and _functorch_level() is None and _tracing_state() is None
 
 
-def _untraced(function: Any) -> Any:
+def _untraced(function: Any, reason: str) -> Any:
+    """The function left out of graphs; where that is not allowed (fullgraph=True) torch's error says the reason."""
+    if _is_compiling():
+        torch._dynamo.graph_break(msg=reason)
     return torch.compiler.disable(function)

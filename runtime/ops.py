@@ -18,6 +18,7 @@ from embforge.arguments import (
     check_states,
     checked_batch,
     checked_gradients,
+    rows_in,
     rows_of,
     sequence_elements,
 )
@@ -30,6 +31,7 @@ from embforge.registration import Implementation, register
 from embforge.training.around import refuse_replicas
 from embforge.training.calls import (
     ROWS_CHANGED,
+    Kept,
     Storage,
     refuse_double_backward,
     run_forward,
@@ -80,7 +82,8 @@ def _lookup_fake(
 
 
 @lru_cache(maxsize=256)
-def _program(text: str) -> Program:
+def program_of(text: str) -> Program:
+    """The program that an operator was given the text of."""
     return Program.from_text(text)
 
 
@@ -89,8 +92,8 @@ def _rules(text: str) -> tuple[RulePlan, ...]:
     """The plans of an update's program and what each trains: of one rule all tables."""
     parts = parts_of(text)
     if parts:
-        return tuple(RulePlan(_program(part.program).plan, part.tables) for part in parts)
-    plan = _program(text).plan
+        return tuple(RulePlan(program_of(part.program).plan, part.tables) for part in parts)
+    plan = program_of(text).plan
     return (RulePlan(plan, tuple(range(len(plan.spec.tables)))),)
 
 
@@ -110,7 +113,7 @@ def _lookup_train(
     bounds_check: str,
     trainable: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _program(forward).plan
+    plan = program_of(forward).plan
     batch = checked_batch(plan, values, offsets, weights, bounds_check)
     tables = rows_of(plan.layout, tables)
     check_sequence_rows(plan.layout, batch, sequence_rows)
@@ -118,12 +121,7 @@ def _lookup_train(
     if any(trainable):
         refuse_replicas()
     kept = run_forward(forward, storage, batch, sequence_elements(plan.layout, sequence_rows))
-    return (
-        kept.pooled,
-        _or_empty(kept.sequence, kept.pooled),
-        _or_empty(kept.divisors, hyper, _FP32),
-        _or_empty(kept.winners, values),
-    )
+    return kept_results(kept, values)
 
 
 def _lookup_train_fake(
@@ -142,8 +140,25 @@ def _lookup_train_fake(
     bounds_check: str,
     trainable: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pooled, sequence = _lookup_fake(values, offsets, weights, tables, sequence_rows, forward, bounds_check)
-    layout, size = _program(forward).plan.layout, pooled.shape[0]
+    return kept_fake(values, offsets, sequence_rows, forward)
+
+
+def kept_results(kept: Kept, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a training forward computes, as an operator returns it: empty tensors for what there is none of."""
+    return (
+        kept.pooled,
+        _or_empty(kept.sequence, kept.pooled),
+        _or_empty(kept.divisors, kept.pooled, _FP32),
+        _or_empty(kept.winners, values),
+    )
+
+
+def kept_fake(
+    values: Tensor, offsets: Tensor, sequence_rows: Sequence[int] | None, program: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same without numbers."""
+    pooled, sequence = _lookup_fake(values, offsets, None, (), sequence_rows, program, "")
+    layout, size = program_of(program).plan.layout, pooled.shape[0]
     divisors = (size, layout.divisor_width) if layout.divisor_width else (0,)
     winners = (size, layout.winner_width) if layout.winner_width else (0,)
     return pooled, sequence, values.new_empty(divisors, dtype=_FP32), values.new_empty(winners)
@@ -245,9 +260,9 @@ def _weight_gradient(
     program: str,
     bounds_check: str,
 ) -> Tensor:
-    plan = _program(program).plan
+    plan = program_of(program).plan
     batch = checked_batch(plan, values, offsets, weights, bounds_check)
-    tables = rows_of(plan.layout, tables)
+    tables = rows_in(plan.layout, tables)
     gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
     states, frozen = [table.new_empty(0) for table in tables], [False] * len(tables)
     return run_weight_gradient(program, Storage(tables, states, frozen, bounds_check), batch, gradients)

@@ -81,14 +81,32 @@ WEIGHT_GRADIENT = Operator(
     "Tensor divisors, Tensor winners, Tensor[] tables, str program, str bounds_check) -> Tensor",
     "embforge.ops",
 )
-"""The gradient of a lookup's weights, `[ids]`."""
+"""The gradient of a lookup's weights, `[ids]`. `tables`: `[rows, stride]`, or `[rows, dim]` as far apart."""
+
+LOOKUP_DENSE = Operator(
+    "lookup_dense(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[]? sequence_rows, "
+    "str forward, str reduce, str weight_gradient, str bounds_check) "
+    "-> (Tensor pooled, Tensor sequence, Tensor divisors, Tensor winners)",
+    "embforge.dense_ops",
+    has_backward=True,
+)
+"""A lookup with dense gradients of `tables`, `[rows, dim]` in layout order, and gradients of `weights`. Results and
+programs are those of `lookup_train`; `reduce` adds up the gradients of rows. `sequence_rows`: as of `lookup`."""
+
+DENSE_GRADIENTS = Operator(
+    "dense_gradients(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
+    "Tensor divisors, Tensor winners, str program, str bounds_check, bool[] wanted) -> Tensor[]",
+    "embforge.dense_ops",
+)
+"""The gradients of those tables of a lookup that are wanted, `[rows, dim]` each. Rows are not read, so tables may have
+changed since the forward."""
 
 GATHER = Operator(
     "gather(Tensor ids, Tensor weight, int padding_idx) -> Tensor", "embforge.functional", has_backward=True
 )
 """Rows of one weight, `[ids, dim]`; zeros for ids that are no row."""
 
-OPERATORS = (LOOKUP, LOOKUP_TRAIN, UPDATE, WEIGHT_GRADIENT, GATHER)
+OPERATORS = (LOOKUP, LOOKUP_TRAIN, UPDATE, WEIGHT_GRADIENT, LOOKUP_DENSE, DENSE_GRADIENTS, GATHER)
 
 _LOCK = Lock()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from training import compare_dense
 
 from embforge import optim
 from embforge.cases import Case, draw_batch, draw_tables
@@ -342,6 +343,7 @@ def test_reduced_gradients() -> None:
         for (rows, grads), (want_rows, want_grads) in zip(world.run(kernel, bounds), wanted, strict=True):
             assert torch.equal(rows, want_rows)
             assert torch.equal(grads.view(torch.int32), want_grads.view(torch.int32))
+        compare_dense(plan, world.batch, world.gradients, wanted, world.trainable, bounds)
 
 
 @pytest.mark.parametrize("isa", [host_isa(), "generic"])

@@ -16,12 +16,14 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import HYPER, Rule, Update
 from embforge.codegen.spec import CollectionSpec
+from embforge.dense_ops import dense_gradients
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import update_metadata_of
 from embforge.launch.reference_train import lookup_train
 from embforge.storage.states import allocate_section, state_views
+from embforge.storage.static import torch_dtype
 
 NUMBERS = {"lr": 0.05, "grad_scale": 0.0, "eps": 1e-3, "momentum": 0.9, "beta1": 0.9, "beta2": 0.99}
 """Of rules; 0.01 for all others."""
@@ -165,6 +167,38 @@ def compare_reduce(plan: Plan, batch: Batch, *, bounds_check: str = "error", **h
         assert torch.equal(mine[0], true[0])
         assert mine[1].shape == true[1].shape
         assert torch.equal(mine[1].view(torch.int32), true[1].view(torch.int32))
+    compare_dense(plan, batch, gradients, wanted, truth.trainable, bounds_check)
+
+
+def compare_dense(
+    plan: Plan,
+    batch: Batch,
+    gradients: Gradients,
+    reduced: Sequence[tuple[Tensor, Tensor]],
+    trainable: Sequence[bool],
+    bounds_check: str,
+) -> None:
+    """Asserts that the operator of dense gradients gives what a reduction gives, row by row, and zeros beside it."""
+    dtypes = [torch_dtype(table.dtype) for table in plan.spec.tables]
+    wanted = [trained and dtype.itemsize > 1 for trained, dtype in zip(trainable, dtypes, strict=True)]
+    pooled = gradients.pooled
+    kept = (pooled.new_empty(0, dtype=torch.float32), batch.values.new_empty(0))
+    found = dense_gradients(
+        pooled,
+        pooled.new_empty(0) if gradients.sequence is None else gradients.sequence,
+        *batch[:3],
+        kept[0] if gradients.divisors is None else gradients.divisors,
+        kept[1] if gradients.winners is None else gradients.winners,
+        Program(plan).text,
+        bounds_check,
+        wanted,
+    )
+    truths = [(table, *sums) for table, sums, want in zip(plan.spec.tables, reduced, wanted, strict=True) if want]
+    for mine, (table, rows, sums) in zip(found, truths, strict=True):
+        true = torch.zeros(table.num_embeddings, table.embedding_dim, dtype=torch_dtype(table.dtype))
+        true[rows] = sums.to(true.dtype)
+        bits = torch.int32 if true.element_size() == 4 else torch.int16
+        assert mine.is_contiguous() and torch.equal(mine.view(bits), true.view(bits))
 
 
 def compare_weights(plan: Plan, batch: Batch, *, bounds_check: str = "error", **how: Any) -> None:

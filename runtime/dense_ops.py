@@ -1,0 +1,147 @@
+"""What the operators of tables with dense gradients do: a lookup differentiable by its tables, and its backward.
+
+Both are pure functions with fake implementations, so a compiler holds forward and backward in its graphs. Their schemas
+are in registration.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.arguments import check_sequence_rows, checked_batch, checked_gradients, sequence_elements
+from embforge.launch.metadata import check_tables
+from embforge.ops import kept_fake, kept_results, program_of
+from embforge.registration import Implementation, register
+from embforge.storage.parameter_table import dense_gradient
+from embforge.storage.static import NO_FP8_GRADIENT, torch_dtype
+from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce
+
+
+def _lookup_dense(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    tables: Sequence[Tensor],
+    sequence_rows: Sequence[int] | None,
+    forward: str,
+    reduce: str,
+    weight_gradient: str,
+    bounds_check: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = program_of(forward).plan
+    batch = checked_batch(plan, values, offsets, weights, bounds_check)
+    check_tables(plan.layout, tables)
+    rows = sequence_rows or ()
+    check_sequence_rows(plan.layout, batch, rows)
+    storage = Storage(tables, (), (), bounds_check)
+    kept = run_forward(forward, storage, batch, sequence_elements(plan.layout, rows))
+    return kept_results(kept, values)
+
+
+def _lookup_dense_fake(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    tables: Sequence[Tensor],
+    sequence_rows: Sequence[int] | None,
+    forward: str,
+    reduce: str,
+    weight_gradient: str,
+    bounds_check: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return kept_fake(values, offsets, sequence_rows, forward)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    values, offsets, weights, tables, _, _, *programs, bounds_check = inputs
+    ctx.mark_non_differentiable(*output[2:])
+    read = tables if ctx.needs_input_grad[2] else ()  # the gradient of weights needs the rows as they were
+    ctx.save_for_backward(values, offsets, weights, *output[2:], *read)
+    ctx.programs, ctx.bounds_check = programs, bounds_check
+
+
+def _backward(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor) -> Any:
+    refuse_double_backward()
+    values, offsets, weights, divisors, winners, *tables = ctx.saved_tensors
+    reduce, weight_gradient = ctx.programs
+    given = (grad_pooled.contiguous(), grad_sequence.contiguous(), values, offsets, weights, divisors, winners)
+    of_weights = None
+    if ctx.needs_input_grad[2]:
+        of_weights = torch.ops.embforge.weight_gradient(*given, tables, weight_gradient, ctx.bounds_check)
+    wanted = ctx.needs_input_grad[3]
+    for table, want in zip(program_of(reduce).plan.spec.tables, wanted, strict=True):
+        if want and torch_dtype(table.dtype).itemsize == 1:
+            raise TypeError(f"table {table.name!r}: {NO_FP8_GRADIENT}")
+    made = iter(torch.ops.embforge.dense_gradients(*given, reduce, ctx.bounds_check, wanted) if any(wanted) else ())
+    of_tables = [next(made) if want else None for want in wanted]
+    return None, None, of_weights, of_tables, None, None, None, None, None
+
+
+def _dense_gradients(
+    grad_pooled: Tensor,
+    grad_sequence: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    divisors: Tensor,
+    winners: Tensor,
+    program: str,
+    bounds_check: str,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    plan = program_of(program).plan
+    batch = checked_batch(plan, values, offsets, weights, bounds_check)
+    gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
+    tables = _stand_ins(program, values.device)
+    empty = [table.new_empty(0) for table in tables]
+    reduced = run_reduce(program, Storage(tables, empty, list(wanted), bounds_check), batch, gradients)
+    return [
+        dense_gradient(table.shape, rows, sums.to(table.dtype))
+        for table, (rows, sums), want in zip(tables, reduced, wanted, strict=True)
+        if want
+    ]
+
+
+def _dense_gradients_fake(
+    grad_pooled: Tensor,
+    grad_sequence: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    divisors: Tensor,
+    winners: Tensor,
+    program: str,
+    bounds_check: str,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    tables = [table for table, want in zip(program_of(program).plan.spec.tables, wanted, strict=True) if want]
+    return [
+        values.new_empty((table.num_embeddings, table.embedding_dim), dtype=torch_dtype(table.dtype))
+        for table in tables
+    ]
+
+
+@lru_cache(maxsize=256)
+def _stand_ins(program: str, device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors like the tables with the memory of one number each: a reduction asks for shapes and reads no row."""
+    return tuple(
+        torch.empty(1, dtype=torch_dtype(table.dtype), device=device).expand(table.num_embeddings, table.embedding_dim)
+        for table in program_of(program).plan.spec.tables
+    )
+
+
+IMPLEMENTATIONS = {
+    "lookup_dense": Implementation(_lookup_dense, _lookup_dense_fake, _backward, _keep),
+    "dense_gradients": Implementation(_dense_gradients, _dense_gradients_fake),
+}
+"""By the operator's name."""
+
+register()
+
+lookup_dense: Any = torch.ops.embforge.lookup_dense.default
+dense_gradients: Any = torch.ops.embforge.dense_gradients.default

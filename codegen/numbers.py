@@ -7,7 +7,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-WHOLE_NUMBER_TEXT = r"\d+(_\d+)*(\.\d+)?([eE]\+?\d{1,2})?"
+WHOLE_NUMBER_TEXT = r"-?\d+(_\d+)*(\.\d+)?([eE]\+?\d{1,2})?"
 """A count as text. At most two digits of an exponent, so that no text becomes a number of a million digits."""
 WHOLE_NUMBER_FORMS = "a whole number, as 1000000, 1_000_000 or 1e6"
 EXACT = 2**53

@@ -257,6 +257,7 @@ def test_two_spellings_are_one_spec(tmp_path: Path) -> None:
 def test_numbers_and_formats_of_other_libraries() -> None:
     table = TableSpec("t", np.int64(10), np.uint8(4), torch.float16)  # type: ignore[arg-type]
     assert (table, type(table.num_embeddings)) == (TableSpec("t", 10, 4, "fp16"), int)
+    assert FeatureSpec("f", "t", padding_idx="-1") == FeatureSpec("f", "t", padding_idx=-1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)

@@ -139,6 +139,7 @@ class EmbeddingCollection(Trained):
         self._ready: dict[torch.dtype, _Ready] = {}
         self._kept = None
         self._programs = self._program_texts(device)
+        self._own_rows()
         self.reset_parameters()
         if self._fused and device.type != "meta":  # drawn behind the rows, so that these do not depend on the optimizer
             self.seed(drawn_seed())
@@ -285,8 +286,6 @@ class EmbeddingCollection(Trained):
         if _is_grad_enabled() and self._want_gradients(tables, batch[2]):
             return self._lookup_to_train(tables, batch, sequence_rows)
         if self._must_be_seen(values):
-            if self._fused and not _is_compiling() and _has_numbers(values):
-                self._trainer.note_forward()
             return self._call_operator(tables, batch, sequence_rows)
         if self._fused:
             self._trainer.note_forward()
@@ -335,9 +334,6 @@ class EmbeddingCollection(Trained):
                 found: tuple[Tensor, Tensor | None] = untraced(programs, storage, holders, batch, elements, parameters)
                 return found
             return self._call_operator(tables, batch, sequence_rows)
-        if not _is_compiling() and _has_numbers(batch.values):
-            trainer.note_forward()
-        trainer.take_scale()
         anchor = numbers.anchor if any(storage.trainable) else numbers.anchor.detach()
         results: tuple[Tensor, ...] = ops.lookup_train(
             batch.values,
@@ -457,6 +453,12 @@ class EmbeddingCollection(Trained):
         if self._facade is not None:
             self._facade.moved()
         self._programs = self._program_texts(device)
+        self._own_rows()
+
+    def _own_rows(self) -> None:
+        """Lets operators that read rows tell this module's training of it."""
+        if self._trainer.numbers is not None:
+            self._trainer.numbers.own(self._weights()[0])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._fused and any(table.trainable for table in self._tables().values()):
@@ -474,6 +476,7 @@ class EmbeddingCollection(Trained):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._programs = self._program_texts(self.device)
+        self._own_rows()
 
 
 def _has_numbers(values: Tensor) -> bool:

@@ -38,7 +38,7 @@ from embforge.training.calls import (
     run_update,
     run_weight_gradient,
 )
-from embforge.training.numbers import update_is_wanted
+from embforge.training.numbers import MOVED, numbers_of, update_is_wanted
 
 _FP32 = torch.float32
 MAY_CHANGE = "saved_tensor_with_no_vc_check"
@@ -60,6 +60,9 @@ def _lookup(
     check_tables(layout, tables)
     rows = sequence_rows or ()
     check_sequence_rows(layout, batch, rows)
+    numbers = numbers_of(tables[0])
+    if numbers is not None:
+        numbers.note_forward()
     elements = sequence_elements(layout, rows)
     pooled, sequence = kernel(metadata_of(tables, bounds_check), tables, batch, elements, bounds_check)
     return pooled, values.new_empty(0, dtype=pooled.dtype) if sequence is None else sequence
@@ -120,6 +123,9 @@ def _lookup_train(
     storage = Storage(tables, states, trainable, bounds_check)
     if any(trainable):
         refuse_replicas()
+    numbers = numbers_of(hyper)
+    if numbers is not None:
+        numbers.note_forward(in_node=True)
     kept = run_forward(forward, storage, batch, sequence_elements(plan.layout, sequence_rows))
     return kept_results(kept, values)
 
@@ -245,6 +251,11 @@ def _update(
     gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
     if not update_is_wanted(hyper):  # a compiled backward is one node: only here can it be known
         return hyper.new_zeros(1, dtype=_FP32)
+    numbers = numbers_of(hyper)
+    if numbers is not None:
+        if numbers.hyper is not hyper:
+            raise RuntimeError(MOVED)
+        numbers.take_scale()
     return run_update(program, Storage(tables, states, trainable, bounds_check), batch, gradients, hyper, counters)
 
 

@@ -317,7 +317,6 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         if not done.wants("trains"):
             pooled, sequences, _ = run_forward(self, done, keep=False)
             return pooled, *sequences
-        self._trainer.take_scale()
         self._share_scale()
         numbers = self._trainer.numbers
         assert numbers is not None

@@ -65,6 +65,7 @@ def run_backward(
     """Updates rows everywhere. The verdict (infinite: gradients were not finite, nothing was updated), and the
     gradient of
     the given weights, if any rank wants that."""
+    module.take_scale()
     grad = readable(grad)
     grad_sequences = tuple(None if one is None else readable(one) for one in grad_sequences)
     given = dict(zip(module.sequence_features, grad_sequences, strict=True))

@@ -99,6 +99,11 @@ class ShardedTraining(Surrounded, HeldShards):
         """Whether `use_grad_scaler` was called."""
         return self._trainer.has_scaler
 
+    def take_scale(self) -> None:
+        """Reads what the loss of the backward pass that runs now was multiplied by."""
+        if self._trainer.numbers is not None:
+            self._trainer.numbers.take_scale()
+
     @property
     def scales(self) -> bool:
         """Whether losses are scaled, so that gradients must be looked at."""

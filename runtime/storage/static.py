@@ -192,7 +192,10 @@ class StaticTable(nn.Module):
                 given[key] = state_dict[key]
         with torch.no_grad():
             weight = given.get(prefix + "weight")
-            if weight is not None and local_metadata.get("assign_to_params_buffers", False):
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            # Rows are copied in any case. A fused table stays where it is, if it can: a backward that is still to come
+            # updates the rows where its forward found them.
+            if weight is not None and assign and not (self.is_fused and weight.device == self.weight.device):
                 self._move_to(weight.device, like=self)
             targets = {prefix + "weight": self.weight.detach()}
             targets |= {f"{prefix}optim.{name}": state for name, state in self.states().items()}

@@ -24,7 +24,7 @@ from embforge.training.calls import (
     run_update,
     run_weight_gradient,
 )
-from embforge.training.numbers import Numbers, update_is_wanted
+from embforge.training.numbers import MOVED, Numbers, update_is_wanted
 
 Sink = Callable[[Gradients, list[tuple[Tensor, Tensor]]], Tensor]
 
@@ -117,6 +117,9 @@ def versions_of(call: Call) -> list[int]:
 
 def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> Tensor:
     storage, trainable = call.storage, [holder.trainable for holder in call.holders]
+    if numbers.hyper.device != storage.tables[0].device:
+        raise RuntimeError(MOVED)
+    numbers.take_scale()
     if trainable != storage.trainable:
         if True not in trainable:
             return torch.zeros(1, dtype=torch.float32, device=gradients.pooled.device)

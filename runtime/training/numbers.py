@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
 from embforge.storage.states import versioned
+from embforge.training.recompute import Forwards
 
 # Named once: part of every backward.
 _current_node: Any = torch._C._current_autograd_node
@@ -21,6 +23,13 @@ STEP, SEED = COUNTERS.index("step"), COUNTERS.index("seed")
 LR, GRAD_SCALE = HYPER.index("lr"), HYPER.index("grad_scale")
 HYPER_ADDRESS = "_embforge_hyper"
 """An anchor's attribute: where the hyperparameters lie that it belongs to. A number, so that anchors can be pickled."""
+NUMBERS = "_embforge_numbers"
+"""Attribute of the hyperparameters, and of the first table: a weak reference to the `Numbers` they belong to. By it
+an operator, which is given tensors alone, knows of what is not in a tensor, also in a compiled graph."""
+MOVED = (
+    "the module has moved to another device since this forward, so that the rows it read are not those of the module "
+    "any more; run the backward before moving the module"
+)
 
 
 class Numbered(Protocol):
@@ -48,11 +57,15 @@ class Numbers:
             lr = optimizer.lr.detach() if isinstance(optimizer.lr, Tensor) else optimizer.lr
             self._values += [float(lr), 0.0, *map(float, optimizer.hyper_values)]
         self._seed: int | None = None
+        self.scale: Tensor | None = None
+        """What a GradScaler multiplies losses by, where it keeps that; None if there is none, or it is off."""
+        self.forwards = Forwards()
         with torch.inference_mode(False):  # what is made there has no version, by which changes are known
             self.hyper = torch.tensor(self._values, dtype=torch.float64, device="cpu").to(device)
             self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
             self.anchor = self._new_anchor(device)
             """What autograd sees of fused tables: its gradient is 0, or infinite where an update was skipped."""
+        self.own(self.hyper)
         self.lock = Lock()
         """One update at a time, whatever thread a backward runs in; and what accumulates is taken or used up."""
 
@@ -65,6 +78,20 @@ class Numbers:
     def clear_verdict(self) -> None:
         """Makes a loss scaler see nothing of earlier backward passes: 0, and not no gradient, which it would refuse."""
         self.anchor.grad = torch.zeros_like(self.anchor)
+
+    def own(self, tensor: Tensor) -> None:
+        """Makes a tensor tell whose it is: `numbers_of`."""
+        setattr(tensor, NUMBERS, ref(self))
+
+    def take_scale(self) -> None:
+        """Reads what the loss of the backward pass that runs now was multiplied by. Does not wait for the device."""
+        if self.scale is not None:
+            self.set_grad_scale(self.scale)
+
+    def note_forward(self, *, in_node: bool = False) -> None:
+        """Every forward tells. RuntimeError for one that is repeated after rows have changed. `in_node`: its autograd
+        node has been made already."""
+        self.forwards.note(self.counters._version, in_node=in_node)
 
     def names(self, group: int = 0) -> tuple[str, ...]:
         """The hyperparameters of an optimizer, in the order in which kernels read them."""
@@ -111,6 +138,7 @@ class Numbers:
             hyper = self.hyper if known else torch.tensor(self._values, dtype=torch.float64, device="cpu")
             counters = self.counters if known else torch.zeros(len(COUNTERS), dtype=torch.int64, device="cpu")
             self.hyper, self.counters = hyper.to(device), counters.to(device)
+        self.own(self.hyper)
         if not known and not self.counters.is_meta:
             self.seed(drawn_seed() if self._seed is None else self._seed)
         if torch._has_compatible_shallow_copy_type(self.anchor, self.hyper):
@@ -122,12 +150,16 @@ class Numbers:
             self.anchor = self._new_anchor(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("anchor", "lock")}
+        left_out = ("anchor", "lock", "scale", "forwards")
+        kept = {key: value for key, value in self.__dict__.items() if key not in left_out}
+        return kept | {"hyper": self.hyper.detach()}  # without its attribute, which cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.lock = Lock()
+        self.lock, self.scale, self.forwards = Lock(), None, Forwards()
         self.hyper, self.counters = versioned(self.hyper), versioned(self.counters)
+        self.own(self.hyper)
+        self.set_grad_scale(0.0)  # a copy does not know the scaler, and divides by nothing
         with torch.inference_mode(False):
             self.anchor = self._new_anchor(self.hyper.device)
 
@@ -152,6 +184,12 @@ def update_is_wanted(hyper: Tensor) -> bool:
             except RuntimeError:  # torch refuses to say it of a leaf that torch.autograd.grad was asked for
                 return True
     return True
+
+
+def numbers_of(tensor: Tensor) -> Numbers | None:
+    """Whose hyperparameters or rows a tensor holds, if a module's."""
+    owner: Any = getattr(tensor, NUMBERS, None)
+    return None if owner is None else owner()
 
 
 def drawn_seed() -> int:

@@ -49,12 +49,16 @@ class Forwards:
         self._mixed = False
         self._stale: set[int] = set()
 
-    def note(self, version: int) -> None:
-        """A forward is about to run. RuntimeError if it is repeated and rows are not what they were."""
+    def note(self, version: int, *, in_node: bool = False) -> None:
+        """A forward is about to run. RuntimeError if it is repeated and rows are not what they were.
+
+        `in_node`: it runs within the forward of an autograd node, as that of a compiled graph: gradients are off there
+        though they are wanted, and the node, which has its number already, is what may be asked for saved tensors.
+        """
         if _backward() != -1:
-            self._check(version)
+            self._check(version, wanted=in_node or _gradients_on())
             return
-        now, thread = _clock(), get_ident()
+        now, thread = _clock() - in_node, get_ident()
         if thread != self._thread:
             # Clocks of several threads cannot be compared: from here on only rows that never changed are known.
             self._mixed, self._thread = self._thread is not None, thread
@@ -69,13 +73,13 @@ class Forwards:
         if self._stale:
             self._stale.clear()
 
-    def _check(self, version: int) -> None:
+    def _check(self, version: int, *, wanted: bool) -> None:
         node = _node()
         if node is None:  # a callback at the end of a backward pass
             return
         made = node._sequence_nr()
         known = self._version == version and made >= (self._old if _hooks(True) is None else self._new)
-        if _gradients_on():
+        if wanted:
             if not known or made in self._stale:
                 raise RuntimeError(RECOMPUTED)
         elif not known or made in self._stale:

@@ -23,7 +23,6 @@ from embforge.training.calls import Programs, Storage, run_reduce, run_update
 from embforge.training.facade import FusedOptimizer
 from embforge.training.group import NOT_FOR_USERS
 from embforge.training.numbers import SEED, STEP, Numbers
-from embforge.training.recompute import Forwards
 from embforge.training.rule_groups import RuleGroups
 
 SEEDS = 2**63
@@ -43,7 +42,6 @@ class Trainer:
             self.numbers = Numbers([group.optimizer for group in groups.groups], device)
         self._scaler: Any = None
         self._pending: list[pending.Pass] = []
-        self._forwards = Forwards()
 
     def plans(
         self, spec: CollectionSpec, target: str, arch: str, id_dtype: str, params: Params, backward: Params | None
@@ -84,7 +82,7 @@ class Trainer:
     def note_forward(self) -> None:
         """Every forward tells. Raises for one that is repeated after rows have changed."""
         if self.numbers is not None:
-            self._forwards.note(self.numbers.counters._version)
+            self.numbers.note_forward()
 
     def lookup(
         self,
@@ -97,7 +95,6 @@ class Trainer:
     ) -> tuple[Tensor, Tensor | None]:
         """A lookup that autograd records."""
         self.note_forward()
-        self.take_scale()
         batch = resolved(batch)
         sink = self._take if self.accumulate else None
         call = Call(programs, storage, holders, sequence_elements, self.numbers, parameters, sink)
@@ -157,27 +154,23 @@ class Trainer:
         return self._scaler is not None and self._scaler.is_enabled()
 
     def use_scaler(self, scaler: Any) -> None:
-        """Divides gradients by the scale of a torch.amp.GradScaler, read before every forward."""
+        """Divides gradients by the scale of a torch.amp.GradScaler, read in every backward."""
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"use_grad_scaler: got {scaler!r}; allowed: a torch.amp.GradScaler, or None")
         self._scaler = scaler
         if self.numbers is None:
             return
         self.numbers.clear_verdict()
+        self.numbers.scale = None
         if scaler is None or not scaler.is_enabled():
             self.numbers.set_grad_scale(0.0)
-        elif scaler._scale is None:  # it makes its scale when it is first used
+            return
+        if scaler._scale is None:  # it makes its scale when it is first used
             device = self.numbers.hyper.device
             place = "cpu" if device.type == "meta" else device
             scaler.scale(torch.zeros((), dtype=torch.float32, device=place))
-
-    def take_scale(self) -> None:
-        """The scaler's scale as the coming backward will find the loss multiplied by it."""
-        scale = getattr(
-            self._scaler, "_scale", None
-        )  # the tensor itself: asking for its value would wait for the device
-        if scale is not None and self.numbers is not None:  # None: there is no scaler, or it is off
-            self.numbers.set_grad_scale(scale)
+        self.numbers.scale = scaler._scale  # the tensor itself: asking for its value would wait for the device
+        self.numbers.take_scale()
 
     def move(self, device: torch.device) -> None:
         """Numbers and waiting gradients to another device."""
@@ -214,4 +207,4 @@ class Trainer:
         return verdicts[0] if verdicts else torch.zeros(1, dtype=torch.float32, device=gradients.pooled.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scaler": None, "_pending": [], "_forwards": Forwards()}
+        return {**self.__dict__, "_scaler": None, "_pending": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conformance.backends import device_of
 from conformance.training import (
+    ONE,
     differing,
     draw,
     nothing_changes,
@@ -22,6 +24,7 @@ from conformance.training import (
 )
 from torch import nn
 
+from embforge import optim
 from embforge.explanation import explain
 
 
@@ -296,3 +299,26 @@ def test_the_manual_runs() -> None:
     assert len(blocks) >= 8
     code = "\n".join(blocks).replace("EmbeddingCollection(spec", 'EmbeddingCollection(spec, backend="reference"')
     exec(compile(code, "docs/training.md", "exec"), {})
+
+
+@pytest.mark.parametrize("way", ["eager", "accumulate", "compiled", "profiled"])
+def test_the_loss_scale_is_that_of_the_backward(way: str) -> None:
+    """A batch may be looked up before `scaler.update()` of the one before it, as loops do that prefetch."""
+    options: Any = {"optimizer": optim.SGD(lr=0.5), "accumulate": way == "accumulate"}
+    module, twin = trained(spec=ONE, **options), trained(spec=ONE, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    module.use_grad_scaler(scaler)
+    called: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if way == "compiled" else module
+    ids = torch.arange(9), torch.tensor([0, 4, 9])
+    assert module.optimizer is not None
+    with torch.profiler.profile() if way == "profiled" else nullcontext():
+        ahead = called(*ids).sum()
+        for _ in range(3):
+            loss, ahead = ahead, called(*ids).sum()
+            scaler.scale(loss).backward()
+            scaler.step(module.optimizer)
+            scaler.update()
+            twin(*ids).sum().backward()
+            twin.step()
+    assert scaler.get_scale() == 512.0
+    torch.testing.assert_close(module.weight("t"), twin.weight("t"))

@@ -175,3 +175,29 @@ def test_checkpoints_in_compiled_graphs() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
     assert steps(module) == 3
+
+
+@reentrant
+def test_a_checkpoint_around_a_compiled_module(reentrant: bool) -> None:
+    """One call is right, step after step; one that would read updated rows is refused, as without a compiler."""
+    torch.compiler.reset()
+    module, twin = trained(), trained()
+    compiled: Any = torch.compile(module, backend="aot_eager", fullgraph=True)
+    scales = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    for seed in range(3):
+        segment(compiled, draw(seed=seed), scales[0], reentrant).sum().backward()
+        segment(twin, draw(seed=seed), scales[1], None).sum().backward()
+    torch.testing.assert_close(scales[0].grad, scales[1].grad)
+    assert steps(module) == 3 and differing(snapshot(module), snapshot(twin)) == []
+
+    refused = pytest.raises(RuntimeError, match=r"a recomputed forward \(torch.utils.checkpoint\) would read rows")
+    one, other = (segment(compiled, draw(seed=seed), scales[0], reentrant) for seed in range(2))
+    with refused:
+        (one + other).sum().backward()
+    waits = segment(compiled, draw(), scales[0], reentrant)
+    compiled(*draw()).sum().backward()
+    with refused:
+        waits.sum().backward()
+    assert steps(module) == 5
+    segment(compiled, draw(), scales[0], reentrant).sum().backward()
+    assert steps(module) == 6

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.backends import device_of
-from conformance.training import SPEC, differing, draw, snapshot, steps, trained, trained_backend
+from conformance.training import ONE, SPEC, differing, draw, snapshot, steps, trained, trained_backend
 from torch import distributed, nn
 
 from embforge import optim
@@ -287,3 +287,41 @@ def test_spec_of_these_tests() -> None:
     """Bags of both tables, so that no test passes because nothing was looked up."""
     _, offsets, _ = draw()
     assert all(int(offsets[6 * i + 6] - offsets[6 * i]) > 2 for i in range(len(SPEC.features)))
+
+
+@pytest.mark.parametrize("how", ["eager", "accumulate", "compiled"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_rows_that_are_loaded_between_forward_and_backward_are_updated(assign: bool, how: str) -> None:
+    """Whether they were copied or assigned: the update is of the rows that the module has, not of some it had."""
+    module, twin = (trained(spec=ONE, accumulate=how == "accumulate", optimizer=optim.SGD(lr=0.5)) for _ in range(2))
+    called: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+    ids = torch.arange(9), torch.tensor([0, 4, 9])
+    loss = called(*ids).sum()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state["tables.t.weight"] += 1
+    module.load_state_dict(state, assign=assign)
+    loss.backward()
+    module.step()
+    twin(*ids).sum().backward()
+    twin.step()
+    torch.testing.assert_close(module.weight("t"), twin.weight("t") + 1)
+
+
+@pytest.mark.parametrize("how", ["eager", "accumulate", "compiled"])
+def test_a_module_that_moves_between_forward_and_backward(how: str) -> None:
+    module = trained(spec=ONE, accumulate=how == "accumulate")
+    called: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+    loss = called(torch.arange(9), torch.tensor([0, 4, 9])).sum()
+    module.to("meta")
+    with pytest.raises(RuntimeError, match="has moved to another device since this forward"):
+        loss.backward()
+
+
+def test_copies_divide_by_no_scale() -> None:
+    """They do not know the scaler of the module that they are copies of."""
+    module = trained(spec=ONE, optimizer=optim.SGD(lr=0.5))
+    module.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=64.0))
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        before = twin.weight("t").clone()
+        twin(torch.arange(9), torch.tensor([0, 4, 9])).sum().backward()
+        torch.testing.assert_close(twin.weight("t"), before - 0.5)

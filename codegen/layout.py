@@ -45,6 +45,8 @@ class TableLayout:
     states: tuple[StateLayout, ...] = ()
     state_stride_bytes: int = 0
     """Of the state section; 0: there is none."""
+    rule: str = ""
+    """The name of the rule whose states these are."""
 
     @property
     def table_bytes(self) -> int:
@@ -185,4 +187,5 @@ def _with_states(placed: TableLayout, update: Update | None) -> TableLayout:
         found[state.name] = StateLayout(state.name, state.extent, "section", section)
         section += _stride(placed.table.embedding_dim * STATE_BYTES) if state.extent == "element" else STATE_BYTES
     states = tuple(found[state.name] for state in update.rule.states)
-    return replace(placed, states=states, state_stride_bytes=_stride(section) if section else 0)
+    stride = _stride(section) if section else 0
+    return replace(placed, states=states, state_stride_bytes=stride, rule=update.rule.name)

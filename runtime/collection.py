@@ -27,6 +27,7 @@ from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of, places_of
 from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
 from embforge.storage.parameter_table import ParameterTable, Sparse, sparse_tables
+from embforge.storage.rule_entry import check_keys
 from embforge.storage.static import StaticTable, Tables, readable_bytes
 from embforge.trace_file import FILE_VARIABLE
 from embforge.training.around import refuse_average
@@ -136,6 +137,7 @@ class EmbeddingCollection(Trained):
             self.tables._modules[name] = StaticTable(
                 table, device, fused=True, initial=initial, has_rule=group is not None
             )
+        check_keys(key for name, table in self._tables().items() for key in table.keys(f"tables.{name}."))
         self._ready: dict[torch.dtype, _Ready] = {}
         self._kept = None
         self._programs = self._program_texts(device)

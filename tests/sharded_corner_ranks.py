@@ -385,6 +385,21 @@ def fused_tables_with_optimizers(rank: int, size: int) -> tuple[str, list[float]
     return said, [float(module.full(table.name)[0, 0]) for table in tables]
 
 
+def states_of_another_rule(rank: int, size: int) -> list[str]:
+    """What is said where a rule's states meet another rule, of a table that is spread by rows and by columns."""
+    found = []
+    for kind in (RowWise(), ColumnWise(2)):
+        adam, lamb = (made(spec_of(), {"a": kind}, optimizer(lr=0.1)) for optimizer in (ef.optim.Adam, ef.optim.LAMB))
+        lamb.load_state_dict(lamb.state_dict())
+        state = adam.state_dict()
+        adam.load_state_dict({key: tensor for key, tensor in state.items() if "rule" not in key})
+        try:
+            lamb.load_state_dict({**state})
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
 def everything(rank: int, size: int) -> dict[str, Any]:
     """All of them that need no compiler, in one group."""
     return {work.__name__: work(rank, size) for work in WORKS}
@@ -410,4 +425,5 @@ WORKS = (
     no_memory_on_one_rank,
     timeouts,
     a_dropped_module,
+    states_of_another_rule,
 )

@@ -89,6 +89,12 @@ def test_a_module_is_freed_when_it_is_dropped(found: list[dict[str, Any]]) -> No
     assert of(found, corners.a_dropped_module) == [[True] * 3] * len(found)
 
 
+def test_states_of_another_optimizer_are_refused(found: list[dict[str, Any]]) -> None:
+    for texts in of(found, corners.states_of_another_rule):
+        assert len(texts) == 2
+        assert all("states of the optimizer 'adam/1', the module's is 'lamb/1'" in text for text in texts)
+
+
 def test_hierarchical_gradients_in_two_bytes() -> None:
     for whole, *narrow in run_ranks(2, corners.hierarchical_gradients_in_two_bytes, "cpu"):
         assert all(whole == one for one in narrow)
@@ -115,7 +121,8 @@ def test_optimizers_by_table(found: list[dict[str, Any]]) -> None:
         assert one["unchanged"]
         assert "table 'fixed': its optimizer is None" in one["refused"][0]
         assert "1 parameter groups; allowed: 3" in one["refused"][1]
-    assert [one["keys"] for one in of(found, corners.optimizers_by_table)] == [[], ["tables.there.optim.s"]]
+    keys = ["tables.there.optim.rule.name", "tables.there.optim.s"]
+    assert [one["keys"] for one in of(found, corners.optimizers_by_table)] == [[], keys]
 
 
 def test_tables_of_one_width_have_one_optimizer(found: list[dict[str, Any]]) -> None:

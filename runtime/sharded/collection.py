@@ -189,6 +189,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self.gradient_factor = None
         if average_gradients and self._ranks.size > 1:
             self.gradient_factor = torch.full((1,), 1 / self._ranks.size, dtype=torch.float32, device=device)
+        self.check_saved_keys()
         draw_rows(self, seed)
 
     # ---- Calls --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.errors import RuleError
+from embforge.codegen.layout import TableLayout
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.program import Kind, Reduction
 from embforge.codegen.rules.rule import Rule, State, Update
@@ -31,6 +32,8 @@ from embforge.training.numbers import STEP
 from embforge.training.rule_groups import RuleGroups
 
 FOLDS = ("sum", "mean", "norm")
+SHARED, OF_COLUMNS = "shared_{}", "_columns"
+"""What reductions are called as states, and how the name of a rule ends that has such."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,15 @@ class _SharedOptimizer:
         return getattr(self.__dict__["_given"], name)
 
 
+def given_rule(layout: TableLayout) -> str:
+    """The name of the rule that the user gave a table, whose own may be one that shares reductions."""
+    shares = any(state.name == SHARED.format(0) for state in layout.states)
+    return layout.rule.removesuffix(OF_COLUMNS) if shares else layout.rule
+
+
 def state_names(rule: Rule) -> list[str]:
     """What the reductions of a rule are called as states."""
-    return [f"shared_{number}" for number in range(len(program_of(rule).reductions))]
+    return [SHARED.format(number) for number in range(len(program_of(rule).reductions))]
 
 
 def _without_reductions(rule: Rule) -> Rule:
@@ -102,7 +111,7 @@ def _without_reductions(rule: Rule) -> Rule:
     lines = tuple(ast.unparse(Replace().visit(ast.parse(line))) for line in program.lines)
     kept = tuple(f"{name} = {name}" for name in names.values())
     states = (*rule.states, *(State(name, "row") for name in names.values()))
-    made = Rule(f"{rule.name}_columns"[:60], (*lines, *kept), states, rule.hyper)
+    made = Rule(f"{rule.name}{OF_COLUMNS}"[:60], (*lines, *kept), states, rule.hyper)
     program_of(made)
     return made
 

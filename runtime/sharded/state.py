@@ -2,6 +2,7 @@
 
 tables.<table>.weight              tables.<table>.optim.<state>           of a table that the rank holds as a whole
 tables.<table>[1::3,0:4].weight    tables.<table>[1::3,0:4].optim.<state>     of a part: its rows and columns
+tables.<table>.optim.rule.name     of each of these: whose states they are
 optim.step, optim.seed             replicated.optim.step, replicated.optim.seed
 
 A key says what its tensor is, whatever the rank: equal keys of two ranks hold equal tensors, and different shards have
@@ -21,6 +22,8 @@ from embforge.codegen.rules.rule import State
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.placement import Piece, Rows, TablePlacement
 from embforge.sharded.comm import Ranks
+from embforge.sharded.norms import given_rule
+from embforge.storage.rule_entry import ENTRY, check_keys, rule_entry, wrong_rule
 from embforge.storage.static import StaticTable
 from embforge.training.trained import _wrong_counter
 
@@ -82,7 +85,7 @@ class HeldShards(nn.Module, ABC):
             for piece in placed.pieces:
                 shards = range(len(piece.owners))
                 tables |= {part_key(placed, piece, placed.rows(piece, shard)) for shard in shards}
-            entries = ["weight", *(f"optim.{state.name}" for state in self.states_of(placed.table.name))]
+            entries = ["weight", ENTRY, *(f"optim.{state.name}" for state in self.states_of(placed.table.name))]
             found |= {f"{table}.{entry}" for table in tables for entry in entries}
         return found
 
@@ -94,6 +97,16 @@ class HeldShards(nn.Module, ABC):
             states = table.states()
             found |= {f"{key}.optim.{state.name}": states[state.name][:rows] for state in self.states_of(name)}
         return found
+
+    def _rules(self) -> dict[str, str]:
+        """The names of the rules whose states are held here, by the key of the entry that tells it."""
+        held = [each for each in self.held_tables() if self.states_of(each.name)]
+        return {f"{each.key}.{ENTRY}": given_rule(each.table.layout) for each in held}
+
+    def check_saved_keys(self) -> None:
+        """`SpecError` if two tensors of this rank would have one key."""
+        held = ((each.key, self.states_of(each.name)) for each in self.held_tables())
+        check_keys(f"{key}.{name}" for key, states in held for name in ("weight", *(f"optim.{s.name}" for s in states)))
 
     def _saved_counters(self) -> dict[str, Tensor]:
         return {
@@ -112,6 +125,7 @@ class HeldShards(nn.Module, ABC):
             destination._metadata[prefix[:-1]][SHARD] = self._whose()
         destination.update({prefix + key: live.contiguous() for key, live in self._saved().items()})
         destination.update({prefix + key: counter.clone() for key, counter in self._saved_counters().items()})
+        destination.update({prefix + key: rule_entry(rule) for key, rule in self._rules().items()})
 
     @torch.no_grad()
     def _load_from_state_dict(
@@ -135,7 +149,9 @@ class HeldShards(nn.Module, ABC):
             )
             return
         live, counters = self._saved(), self._saved_counters()
-        wrong, missing = [], []
+        rules = {prefix + key: rule for key, rule in self._rules().items() if prefix + key in state_dict}
+        wrong = [text for key, rule in rules.items() if (text := wrong_rule(key, state_dict[key], rule)) is not None]
+        missing: list[str] = []
         for key, target in (live | counters).items():
             given = state_dict.get(prefix + key)
             if given is None:

@@ -14,6 +14,7 @@ from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import TableLayout
 from embforge.memory import ask_for_huge_pages
 from embforge.storage.fused_steps import guard_padded
+from embforge.storage.rule_entry import ENTRY, rule_entry, wrong_rule
 from embforge.storage.states import allocate_section, state_views, versioned
 
 MADE = "_embforge_made"
@@ -168,6 +169,8 @@ class StaticTable(nn.Module):
         destination[prefix + "weight"] = weight.contiguous()
         for name, state in self.states().items():
             destination[f"{prefix}optim.{name}"] = state.contiguous()
+        if self.states():
+            destination[prefix + ENTRY] = rule_entry(self.layout.rule)
 
     def _load_from_state_dict(
         self,
@@ -180,7 +183,13 @@ class StaticTable(nn.Module):
         error_msgs: list[str],
     ) -> None:
         given: dict[str, Tensor] = {}
+        rule = state_dict.get(prefix + ENTRY)  # not there in older state dicts
+        wrong = wrong_rule(prefix + ENTRY, rule, self.layout.rule) if rule is not None and self.states() else None
+        if wrong is not None:
+            error_msgs.append(wrong)
         for key, shape in self.keys(prefix).items():
+            if wrong is not None and key != prefix + "weight":
+                continue
             if key not in state_dict:
                 missing_keys.append(key)
             elif state_dict[key].shape != shape:
@@ -246,6 +255,7 @@ class Tables(nn.Module):
     ) -> None:
         tables: Any = self._modules
         known = {key for name, table in tables.items() for key in table.keys(f"{prefix}{name}.")}
+        known |= {f"{prefix}{name}.{ENTRY}" for name, table in tables.items() if table.states()}
         # A module without a fused optimizer serves what another trained: it has no use for the optimizer's states.
         skipped = tuple(f"{prefix}{name}.optim." for name, table in tables.items() if not table.is_fused)
         unexpected_keys += [

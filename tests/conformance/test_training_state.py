@@ -16,6 +16,8 @@ from conformance.training import ONE, SPEC, differing, draw, snapshot, steps, tr
 from torch import distributed, nn
 
 from embforge import optim
+from embforge.codegen.errors import SpecError
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 
 TAIL = {"optimizer": optim.RowwiseAdagrad(lr=0.1, initial_accumulator_value=0.5)}
@@ -24,7 +26,9 @@ TAIL = {"optimizer": optim.RowwiseAdagrad(lr=0.1, initial_accumulator_value=0.5)
 
 def test_keys_and_shapes() -> None:
     state = trained().state_dict()
-    tables = [f"tables.{table}.{part}" for table in "ab" for part in ("weight", "optim.m", "optim.v")]
+    tables = [
+        f"tables.{table}.{part}" for table in "ab" for part in ("weight", "optim.m", "optim.v", "optim.rule.name")
+    ]
     assert list(state) == ["optim.step", "optim.seed", *tables]
     assert all(tensor.is_contiguous() for tensor in state.values())
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -325,3 +329,43 @@ def test_copies_divide_by_no_scale() -> None:
         before = twin.weight("t").clone()
         twin(torch.arange(9), torch.tensor([0, 4, 9])).sum().backward()
         torch.testing.assert_close(twin.weight("t"), before - 0.5)
+
+
+@pytest.mark.parametrize("kept", ["dict", "file"])
+def test_states_of_another_optimizer_are_refused(kept: str, tmp_path: Path) -> None:
+    """Adam's and LAMB's have the same names and shapes."""
+    module, other = trained(), trained(optimizer=optim.LAMB(lr=0.1))
+    module(*draw()).sum().backward()
+    state: dict[str, Any] = module.state_dict()
+    if kept == "file":
+        torch.save(dict(state), tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt")
+    before = {name: other.optimizer_state("a")[name].clone() for name in "mv"}
+    with pytest.raises(RuntimeError, match=r"tables\.a\.optim\.rule\.name: these are states of the optimizer 'adam/1'"):
+        other.load_state_dict(state)
+    assert all(torch.equal(before[name], other.optimizer_state("a")[name]) for name in "mv")
+    other.load_state_dict({name: tensor for name, tensor in state.items() if ".optim." not in name}, strict=False)
+    for wrong in (torch.zeros(3), "adam", torch.zeros(64, dtype=torch.uint8)):
+        with pytest.raises(RuntimeError, match=r"tables\.b\.optim\.rule\.name"):
+            trained().load_state_dict(state | {"tables.b.optim.rule.name": wrong})
+
+
+def test_state_dicts_that_do_not_name_their_optimizer_still_load() -> None:
+    module, twin = trained(), trained()
+    module(*draw()).sum().backward()
+    twin.load_state_dict({name: tensor for name, tensor in module.state_dict().items() if "rule" not in name})
+    assert differing(snapshot(module), snapshot(twin)) == []
+    trained(optimizer=None).load_state_dict(module.state_dict())  # one that serves skips it, with the states
+
+
+def test_tables_whose_keys_would_collide_are_refused() -> None:
+    tables = [TableSpec("a", 4, 2), TableSpec("a.optim", 5, 2), TableSpec("a.optim.rule", 6, 2)]
+    spec = CollectionSpec(tables, [FeatureSpec(f"f{place}", table.name) for place, table in enumerate(tables)])
+    batch = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2, 3])
+    module, twin = trained(spec=spec), trained(spec=spec)
+    module(*batch).sum().backward()
+    twin.load_state_dict(module.state_dict())
+    assert len(module.state_dict()) == 2 + 4 * len(tables) and differing(snapshot(module), snapshot(twin)) == []
+    named = optim.custom("named", {"weight": "element"}, "weight += g * g\nw -= lr * weight")
+    with pytest.raises(SpecError, match=r"two tensors would be called 'tables\.a\.optim\.weight' in state dicts"):
+        trained(spec=spec, optimizer=named(lr=0.1))

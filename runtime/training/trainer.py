@@ -169,8 +169,9 @@ class Trainer:
             device = self.numbers.hyper.device
             place = "cpu" if device.type == "meta" else device
             scaler.scale(torch.zeros((), dtype=torch.float32, device=place))
-        self.numbers.scale = scaler._scale  # the tensor itself: asking for its value would wait for the device
-        self.numbers.take_scale()
+        self.numbers.scale = scale = scaler._scale  # the tensor itself: asking for its value would wait for the device
+        assert scale is not None
+        self.numbers.set_grad_scale(scale)
 
     def move(self, device: torch.device) -> None:
         """Numbers and waiting gradients to another device."""

@@ -322,3 +322,47 @@ def test_the_loss_scale_is_that_of_the_backward(way: str) -> None:
             twin.step()
     assert scaler.get_scale() == 512.0
     torch.testing.assert_close(module.weight("t"), twin.weight("t"))
+
+
+UNKNOWN = r"was scaled by a GradScaler that the module does not know.*call module.use_grad_scaler\(scaler\)"
+
+
+@pytest.mark.parametrize("way", ["eager", "accumulate", "compiled"])
+def test_a_scaler_that_the_module_does_not_know_is_refused(way: str) -> None:
+    """Before a row has moved; or, if it comes later, in one of the next passes."""
+    module = trained(spec=ONE, accumulate=way == "accumulate")
+    called: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if way == "compiled" else module
+    ids, scaler = (torch.arange(9), torch.tensor([0, 4, 9])), torch.amp.GradScaler("cpu")
+    with nothing_changes(module):
+        loss = called(*ids).sum()
+        with pytest.raises(RuntimeError, match=UNKNOWN):
+            scaler.scale(loss).backward()
+    called(*ids).sum().backward()
+    called(*ids).sum().backward()
+    with pytest.raises(RuntimeError, match=UNKNOWN):  # the fourth
+        torch.autograd.backward([scaler.scale(loss := called(*ids).mean())])
+    assert loss.item() != 0
+    module.use_grad_scaler(scaler)
+    for _ in range(4):
+        loss = called(*ids).sum()
+        scaler.scale(loss).backward()
+    other = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(RuntimeError, match=UNKNOWN):  # the ninth to the sixteenth: by another one
+        for _ in range(8):
+            loss = called(*ids).sum()
+            other.scale(loss).backward()
+
+
+def test_scalers_of_others_are_no_reason_to_refuse() -> None:
+    ids, scaler = (torch.arange(9), torch.tensor([0, 4, 9])), torch.amp.GradScaler("cpu")
+    dense = nn.Linear(2, 1)
+    apart = dense(torch.ones(1, 2)).sum()
+    scaler.scale(apart).backward()  # it is alive, and has been used
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for make in (lambda loss: loss, lambda loss: loss * 0.5, lambda loss: loss * torch.tensor(3.0), off.scale):
+        module = trained(spec=ONE)
+        for _ in range(4):
+            loss = module(*ids).sum()
+            make(loss).backward()
+        assert steps(module) == 4
+    assert scaler.get_scale() == 65536.0

@@ -61,10 +61,10 @@ class Feature:
     pooling: str = "sum"
     splits: tuple[Split, ...] = (Split(2),)
     padding: int = -1
-    absent: int = 0
     base: int = 0
     hotness: int = 0
     weighted: bool = False
+    absent: int = 0
 
     @property
     def sequence(self) -> bool:

@@ -281,7 +281,7 @@ class EmbeddingCollection(Trained):
         trained += f", dense gradients: {', '.join(dense)}" if dense else ""
         frozen = [name for name, table in self._tables().items() if not table.is_trained()]
         trained += f", frozen: {', '.join(frozen)}" if frozen else ""
-        return f"{spec.name or 'collection'}: {sizes}, {held}, backend={self.backend}{trained}"
+        return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}{trained}"
 
     def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         values = batch[0]

@@ -55,7 +55,7 @@ def test_calls_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="use_grad_scaler is for a fused optimizer"):
         trained(optimizer=None).use_grad_scaler(torch.amp.GradScaler("cpu"))
     assert trained(optimizer=None).optimizer is None
-    with pytest.raises(RuntimeError, match="clip_grad_norm_ is for a fused optimizer"):
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ of the module is for a fused optimizer"):
         trained(optimizer=None).clip_grad_norm_(1.0)
     with pytest.raises(TypeError, match=r"use_grad_scaler: got 'x'; allowed: a torch\.amp\.GradScaler"):
         module.use_grad_scaler("x")

@@ -19,7 +19,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda_launch import long_symbols, main_symbols
 from embforge.codegen.targets.simt import compile_image
-from embforge.launch import kernels
+from embforge.launch import building, kernels
 from emulated_driver import control
 
 SPEC = CollectionSpec([TableSpec("t", 60, 4)], [FeatureSpec("f", "t", "mean", weighted=True)], name="small")
@@ -59,7 +59,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], N
     """Puts other code into the plans' kernels: the body that it is told, or no image at all for an empty one."""
 
     def put(body: str) -> None:
-        right = kernels.build
+        right = building.build
 
         def build(plan: Plan, **more: Any) -> Built:
             symbols = [*main_symbols(plan), *long_symbols(plan)]
@@ -70,7 +70,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], N
             return replace(right(plan, **more), binary=binary)
 
         monkeypatch.setattr(kernels, "_LOADED", {})
-        monkeypatch.setattr(kernels, "build", build)
+        monkeypatch.setattr(building, "build", build)
 
     return put
 

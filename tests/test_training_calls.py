@@ -53,6 +53,20 @@ def test_replaced_parameters_are_read_and_trained(backend: Literal["reference", 
         module(VALUES, OFFSETS)
 
 
+@pytest.mark.parametrize("optimizer", [ef.optim.SGD(lr=0.5), None])
+def test_rows_that_move_after_the_first_call_are_read_where_they_are(optimizer: object) -> None:
+    """Sharing memory with another process moves rows without making another tensor of them."""
+    module = ef.EmbeddingCollection(SPEC, backend="cpu", optimizer=optimizer)
+    first = module(VALUES, OFFSETS).detach()
+    old = module.weight("a").data_ptr()
+    module.weight("a").share_memory_()
+    module.weight("a").data.mul_(2)
+    assert module.weight("a").data_ptr() != old
+    second = module(VALUES, OFFSETS)
+    assert second[:, :4].equal(2 * first[:, :4]) and second[:, 4:].equal(first[:, 4:])
+    second.sum().backward()
+
+
 def test_frozen_between_calls_and_between_forward_and_backward() -> None:
     module = ef.EmbeddingCollection(SPEC, backend="reference", optimizer=ef.optim.SGD(lr=0.5))
     module(VALUES, OFFSETS).sum().backward()

@@ -16,7 +16,7 @@ from torch import Tensor
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import kernel_of
-from embforge.launch.metadata import Metadata, metadata_of, places_of, update_metadata_of
+from embforge.launch.metadata import Metadata, metadata_of, update_metadata_of
 
 DOUBLE_BACKWARD = (
     "the backward of an embforge lookup updates rows, or makes gradients of tables, and cannot itself be "
@@ -67,11 +67,6 @@ class Storage:
     states: Sequence[Tensor]
     trainable: Sequence[bool]
     bounds_check: str
-
-    @cached_property
-    def places(self) -> list[int]:
-        """Where the tables lie, and how large they are."""
-        return places_of(self.tables)
 
     @cached_property
     def metadata(self) -> Metadata:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ from embforge.training.facade import FusedOptimizer
 from embforge.training.trainer import Trainer
 
 
+class KeptStorage(NamedTuple):
+    """The tables as a call found them."""
+
+    places: list[int]
+    """Where they lay then. Taken before anything else is, because rows may move at any time later."""
+    storage: Storage
+
+
 class Trained(Surrounded):
     """Tables with a way to train them. Lookups come from the class that derives from it."""
 
@@ -28,7 +36,7 @@ class Trained(Surrounded):
     _facade: FusedOptimizer | None
     _bounds_check: str
     _programs: dict[torch.dtype, Programs]
-    _kept: Storage | None
+    _kept: KeptStorage | None
     """What the last call found of the tables."""
     layout: CollectionLayout
 
@@ -98,10 +106,10 @@ class Trained(Surrounded):
     def _storage(self, tables: list[Any]) -> Storage:
         """The tables as they are now; the last call's answer if nothing has changed, which saves most of its time."""
         kept = self._kept
-        if kept is None or kept.trainable != self._trainable(tables) or kept.places != places_of(tables):
+        if kept is None or kept.storage.trainable != self._trainable(tables) or kept.places != places_of(tables):
             check_tables(self.layout, tables)
-            kept = self._kept = self._new_storage(tables)
-        return kept
+            kept = self._kept = KeptStorage(places_of(tables), self._new_storage(tables))
+        return kept.storage
 
     def _new_storage(self, tables: list[Any]) -> Storage:
         states = [table.section for table in self._tables().values()]

@@ -66,6 +66,7 @@ def run_backward(
     gradient of
     the given weights, if any rank wants that."""
     module.take_scale()
+    trains = module.training_rows() and module.update_is_wanted()
     grad = readable(grad)
     grad_sequences = tuple(None if one is None else readable(one) for one in grad_sequences)
     given = dict(zip(module.sequence_features, grad_sequences, strict=True))
@@ -87,7 +88,8 @@ def run_backward(
         looked_at = [grad, *(g for g in grad_sequences if g is not None), *rows, room.partials]
         verdict = module.verdict(looked_at if room.own is None else [*looked_at, room.own])
         if not bool(verdict.isfinite()):
-            module.after_backward(spoilt=True)
+            if trains:
+                module.after_backward(spoilt=True)
             return verdict, None
     pooled, sequence = vectors.to_owners(done, room, rows)
     local = None
@@ -98,7 +100,7 @@ def run_backward(
         from embforge.sharded.weight_gradients import weight_gradients
 
         weight_gradient = weight_gradients(module, done, kept, grad, saved[0], local, batch, gradients, given)
-    if not module.training_rows():
+    if not trains:
         return verdict, weight_gradient
     if module.owner is not None:
         module.owner.update(done.local, local)

@@ -18,6 +18,7 @@ from embforge.storage.static import NO_RULE
 from embforge.training.around import Surrounded
 from embforge.training.calls import ROWS_CHANGED
 from embforge.training.facade import FusedOptimizer
+from embforge.training.numbers import update_is_wanted
 from embforge.training.rule_groups import RuleGroup, RuleGroups
 from embforge.training.trainer import Trainer
 
@@ -103,6 +104,11 @@ class ShardedTraining(Surrounded, HeldShards):
         """Reads what the loss of the backward pass that runs now was multiplied by."""
         if self._trainer.numbers is not None:
             self._trainer.numbers.take_scale()
+
+    def update_is_wanted(self) -> bool:
+        """Whether the backward pass that runs now reaches the rows. All ranks must ask for the same gradients."""
+        numbers = self._trainer.numbers
+        return numbers is not None and update_is_wanted(numbers.hyper)
 
     @property
     def scales(self) -> bool:

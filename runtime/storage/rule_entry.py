@@ -40,7 +40,7 @@ def wrong_rule(key: str, entry: Any, rule: str) -> str | None:
         return None
     return (
         f"{key}: these are states of the optimizer {saved!r}, the module's is '{rule}/{VERSION}'; make the module with "
-        "the one that was saved, or load the rows alone: leave out all entries with '.optim.', with strict=False"
+        "the one that was saved, or load the rows alone: leave out all entries with 'optim.', with strict=False"
     )
 
 

@@ -71,7 +71,10 @@ class StaticTable(nn.Module):
 
     def _hold(self, block: Tensor, section: Tensor) -> None:
         self.block, self.section = block, section
+        before = self.__dict__.get("weight")
         self.weight = block[:, : self.layout.table.embedding_dim]
+        if before is not None:  # what the module has written on its rows is true of these too
+            self.weight.__dict__.update(before.__dict__)
 
     def extra_repr(self) -> str:
         table, layout = self.layout.table, self.layout

@@ -153,6 +153,34 @@ def weights_after_rows_have_changed(rank: int, size: int) -> str:
     return ""
 
 
+def queries_for_gradients_of_weights(rank: int, size: int) -> list[bool]:
+    """Whether rows are what they were after passes that did not ask for them, and are not after one that did."""
+    found = []
+    for accumulate in (False, True):
+        module = made(spec_of(weighted=True), {"a": RowWise()}, accumulate=accumulate)
+        batch, before = (torch.tensor([0, 1]), offsets(2)), module.full("a")
+        weights = torch.ones(2, requires_grad=True)
+        torch.autograd.grad(module(*batch, weights).sum(), [weights])
+        module(*batch, weights).sum().backward(inputs=[weights])
+        module.step()
+        found.append(torch.equal(module.full("a"), before))
+        module(*batch, weights).sum().backward()
+        module.step()
+        found.append(not torch.equal(module.full("a"), before))
+    return found
+
+
+def losses_scaled_by_an_unknown_scaler(rank: int, size: int) -> str:
+    """One rank's loss is zero: all must hear of it all the same."""
+    module = made(spec_of(), {"a": RowWise()})
+    loss = module(torch.tensor([0, 1]), offsets(2)).sum() * float(rank)
+    try:
+        torch.amp.GradScaler("cpu").scale(loss).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def a_batch_that_changes_before_the_backward(rank: int, size: int) -> list[str]:
     """What is said of ids and of offsets."""
     found = []
@@ -412,6 +440,8 @@ WORKS = (
     a_spoilt_pass_among_accumulated_ones,
     gradients_of_weights_are_not_averaged,
     weights_after_rows_have_changed,
+    queries_for_gradients_of_weights,
+    losses_scaled_by_an_unknown_scaler,
     a_batch_that_changes_before_the_backward,
     padding_that_is_no_row,
     recomputed_forwards,

@@ -44,6 +44,15 @@ def test_rows_that_changed_are_not_used(found: list[dict[str, Any]]) -> None:
     assert all("recomputed forward" in text for text in of(found, corners.recomputed_forwards))
 
 
+def test_queries_for_gradients_update_nothing(found: list[dict[str, Any]]) -> None:
+    assert all(of(found, corners.queries_for_gradients_of_weights)[0])
+    assert len({tuple(rows) for rows in of(found, corners.queries_for_gradients_of_weights)}) == 1
+
+
+def test_an_unknown_scaler_is_refused_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    assert all("use_grad_scaler" in text for text in of(found, corners.losses_scaled_by_an_unknown_scaler))
+
+
 def test_a_batch_that_changes_before_the_backward_is_refused(found: list[dict[str, Any]]) -> None:
     for texts in of(found, corners.a_batch_that_changes_before_the_backward):
         assert len(texts) == 2 and all("modified by an inplace operation" in text for text in texts)

@@ -13,7 +13,7 @@ from torch import Tensor
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
 from embforge.storage.states import versioned
 from embforge.training.recompute import Forwards
-from embforge.training.scaling import Passes
+from embforge.training.scaling import refuse_unknown_scaler, watch_scalers
 
 # Named once: part of every backward.
 _current_node: Any = torch._C._current_autograd_node
@@ -60,7 +60,8 @@ class Numbers:
         self._seed: int | None = None
         self.scale: Tensor | None = None
         """What a GradScaler multiplies losses by, where it keeps that; None if there is none, or it is off."""
-        self.forwards, self._passes = Forwards(), Passes()
+        self.forwards = Forwards()
+        watch_scalers()
         with torch.inference_mode(False):  # what is made there has no version, by which changes are known
             self.hyper = torch.tensor(self._values, dtype=torch.float64, device="cpu").to(device)
             self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
@@ -89,7 +90,7 @@ class Numbers:
 
         RuntimeError if it sees that this was done by a scaler that the module does not know.
         """
-        self._passes.note(self.scale)
+        refuse_unknown_scaler(self.scale)
         if self.scale is not None:
             self.set_grad_scale(self.scale)
 
@@ -155,13 +156,14 @@ class Numbers:
             self.anchor = self._new_anchor(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("anchor", "lock", "scale", "forwards", "_passes")
+        left_out = ("anchor", "lock", "scale", "forwards")
         kept = {key: value for key, value in self.__dict__.items() if key not in left_out}
         return kept | {"hyper": self.hyper.detach()}  # without its attribute, which cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.lock, self.scale, self.forwards, self._passes = Lock(), None, Forwards(), Passes()
+        self.lock, self.scale, self.forwards = Lock(), None, Forwards()
+        watch_scalers()
         self.hyper, self.counters = versioned(self.hyper), versioned(self.counters)
         self.own(self.hyper)
         self.set_grad_scale(0.0)  # a copy does not know the scaler, and divides by nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from conformance.training import (
     trained_backend,
     verdict,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from embforge import optim
 from embforge.explanation import explain
@@ -254,11 +255,11 @@ def test_clipping_under_a_scaler() -> None:
     torch.testing.assert_close(module.weight("a"), twin.weight("a"), rtol=1e-6, atol=1e-7)
 
 
-def test_a_scaler_that_the_module_does_not_know() -> None:
+def test_a_step_by_a_scaler_that_the_module_does_not_know() -> None:
     module = trained()
     scaler = torch.amp.GradScaler("cpu")
     assert module.optimizer is not None
-    scaler.scale(module(*draw()).sum()).backward()
+    scaler.scale(torch.ones(1))
     with pytest.raises(RuntimeError, match=r"call module.use_grad_scaler\(scaler\) before the first forward"):
         scaler.step(module.optimizer)
 
@@ -327,30 +328,32 @@ def test_the_loss_scale_is_that_of_the_backward(way: str) -> None:
 UNKNOWN = r"was scaled by a GradScaler that the module does not know.*call module.use_grad_scaler\(scaler\)"
 
 
+SCALED: dict[str, Callable[[torch.amp.GradScaler, Tensor], Tensor]] = {
+    "loss": lambda scaler, out: scaler.scale(out.sum()),
+    "part of a loss": lambda scaler, out: scaler.scale(out.sum() / 4),
+    "vector": lambda scaler, out: scaler.scale(out).sum(),
+    "one of several": lambda scaler, out: scaler.scale([out.sum(), out.mean()])[1],
+}
+"""What people call `backward()` on."""
+
+
 @pytest.mark.parametrize("way", ["eager", "accumulate", "compiled"])
-def test_a_scaler_that_the_module_does_not_know_is_refused(way: str) -> None:
-    """Before a row has moved; or, if it comes later, in one of the next passes."""
+@pytest.mark.parametrize("form", SCALED)
+def test_a_scaler_that_the_module_does_not_know_is_refused(form: str, way: str) -> None:
+    """In every backward pass, before a row has moved."""
     module = trained(spec=ONE, accumulate=way == "accumulate")
     called: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if way == "compiled" else module
     ids, scaler = (torch.arange(9), torch.tensor([0, 4, 9])), torch.amp.GradScaler("cpu")
-    with nothing_changes(module):
-        loss = called(*ids).sum()
-        with pytest.raises(RuntimeError, match=UNKNOWN):
-            scaler.scale(loss).backward()
-    called(*ids).sum().backward()
-    called(*ids).sum().backward()
-    with pytest.raises(RuntimeError, match=UNKNOWN):  # the fourth
-        torch.autograd.backward([scaler.scale(loss := called(*ids).mean())])
-    assert loss.item() != 0
+    for _ in range(3):
+        with nothing_changes(module), pytest.raises(RuntimeError, match=UNKNOWN):
+            SCALED[form](scaler, called(*ids)).backward()
+        called(*ids).sum().backward()
+        module.step()
     module.use_grad_scaler(scaler)
-    for _ in range(4):
-        loss = called(*ids).sum()
-        scaler.scale(loss).backward()
+    SCALED[form](scaler, called(*ids)).backward()
     other = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with pytest.raises(RuntimeError, match=UNKNOWN):  # the ninth to the sixteenth: by another one
-        for _ in range(8):
-            loss = called(*ids).sum()
-            other.scale(loss).backward()
+    with pytest.raises(RuntimeError, match=UNKNOWN):
+        SCALED[form](other, called(*ids)).backward()
 
 
 def test_scalers_of_others_are_no_reason_to_refuse() -> None:

@@ -31,6 +31,11 @@ def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_
     `weighted` names the features that take per-sample weights. `output_dtype`: None keeps the modules' own dtype where
     all have the same, and is fp32 where they differ. Raises SpecError naming the module and what cannot be kept.
     """
+    if not isinstance(modules, Mapping | nn.ModuleDict):
+        raise SpecError(
+            f"from_modules: got a {type(modules).__name__}; give a dict of feature names to nn.EmbeddingBag or "
+            "nn.Embedding modules, as {'user': model.user_bag}"
+        )
     if not modules:
         raise SpecError("from_modules: no modules are given; give a dict of feature names to nn.EmbeddingBag modules")
     for name in weighted:

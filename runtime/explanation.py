@@ -20,7 +20,10 @@ def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
     Compiles nothing.
     """
     if not isinstance(module, EmbeddingCollection):
-        raise TypeError(f"explain takes an EmbeddingCollection, got {module!r}")
+        raise TypeError(
+            f"explain takes an EmbeddingCollection, got a {type(module).__name__}; give the collection in it, as "
+            "explain(model.embeddings)"
+        )
     plans, choices = module.plans(id_dtype), module.choices(id_dtype)
     plan = plans["forward"]
     behind = [plans[name] for name in plans if name not in ("forward", "train")]

@@ -278,8 +278,9 @@ def _jagged(name: str, values: Tensor, lengths: Any, offsets: Any, weights: Any)
     elif not torch.compiler.is_compiling() and not values.is_meta and not lengths.is_meta:
         total = int(lengths.sum())
         if total != values.numel() or (kind == "offsets" and offsets.numel() and int(offsets[0]) != 0):
+            hint = "; are they offsets? give {'values': ..., 'offsets': ...}" if kind == "lengths" else ""
             raise ValueError(
-                f"feature {name!r}: values has {values.numel()} ids, {kind} cover {total}; both must agree"
+                f"feature {name!r}: values has {values.numel()} ids, {kind} cover {total}; both must agree{hint}"
             )
     return Parts(values, None, _flat_weights(name, weights, values, values), lengths)
 

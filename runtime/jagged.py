@@ -206,11 +206,24 @@ class Jagged:
 
 
 def collate(samples: list[Any]) -> Any:
-    """torch's `default_collate`, which also joins `Jagged` batches: `DataLoader(..., collate_fn=ef.collate)`."""
+    """torch's `default_collate` for samples with ids: `DataLoader(..., collate_fn=ef.collate)`.
+
+    It also joins `Jagged` batches, and keeps lists of whole numbers as one list per sample, where torch's own would
+    take the first ids of all samples for one list.
+    """
     from torch.utils.data._utils.collate import collate as joined
     from torch.utils.data._utils.collate import default_collate_fn_map
 
-    return joined(samples, collate_fn_map={**default_collate_fn_map, Jagged: _join})
+    return joined(samples, collate_fn_map={**default_collate_fn_map, Jagged: _join, list: _bags})
+
+
+def _bags(lists: Sequence[list[Any]], *, collate_fn_map: Any = None) -> Any:
+    """Lists of ids as they are; other lists as torch joins them."""
+    from torch.utils.data._utils.collate import collate as joined
+
+    if all(isinstance(number, int) for bag in lists for number in bag):
+        return list(lists)
+    return joined(lists, collate_fn_map={kind: join for kind, join in collate_fn_map.items() if kind is not list})
 
 
 def _join(batches: Sequence[Jagged], *, collate_fn_map: Any = None) -> Jagged:

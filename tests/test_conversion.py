@@ -121,6 +121,8 @@ def test_hooks_unknown_names_and_no_modules_are_refused() -> None:
         EmbeddingCollection.from_modules({"a": nn.Embedding(4, 5)}, weighted=["b"])
     with pytest.raises(SpecError, match="no modules are given"):
         EmbeddingCollection.from_modules({})
+    with pytest.raises(SpecError, match="got a EmbeddingBag; give a dict of feature names"):
+        EmbeddingCollection.from_modules(nn.EmbeddingBag(4, 5))  # type: ignore[arg-type]
 
 
 def test_a_serving_module_loads_a_training_checkpoint_strictly() -> None:

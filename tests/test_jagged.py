@@ -155,6 +155,13 @@ def test_goes_through_a_data_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not moved.is_pinned()
 
 
+def test_lists_of_ids_stay_one_list_per_sample() -> None:
+    bags = [{"x": [1, 2], "y": [3]}, {"x": [], "y": [4]}]
+    assert ef.collate(bags) == {"x": [[1, 2], []], "y": [[3], [4]]}
+    first, second = ef.collate([[torch.tensor(1), torch.tensor(2)], [torch.tensor(3), torch.tensor(4)]])
+    assert first.tolist() == [1, 3] and second.tolist() == [2, 4]  # as torch joins other lists
+
+
 def test_moves_to_a_device_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     plain = Tensor.to

@@ -117,6 +117,8 @@ def test_a_busy_machine_stores_nothing_and_says_why(
     data, screen = result_json(report), Console(file=StringIO(), width=80)
     assert not data["decision"]["ships"] and data["best"] == data["default"]
     assert data["decision"]["disturbed"].startswith(reason) and reason in data["decision"]["why"]
+    assert data["decision"]["gain"] is None and data["decision"]["gains"] is None
+    assert all(compared["gain"] is None for compared in data["comparisons"])
     print_result(screen, report)
     assert isinstance(screen.file, StringIO)
     shown = " ".join(screen.file.getvalue().split())

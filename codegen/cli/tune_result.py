@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from embforge.tuner.decision import Decision
     from embforge.tuner.report_data import Finals, Report, Trial
     from embforge.tuner.tune import TuneResult
 
@@ -149,8 +150,8 @@ def result_json(report: Report) -> dict[str, Any]:
         "default": dict(report.default),
         "best": dict(report.best) if report.best else None,
         "leader": dict(report.leader) if report.leader else None,
-        "decision": asdict(finals.decision) if finals else None,
-        "comparisons": [asdict(compared) for compared in finals.comparisons] if finals else [],
+        "decision": _without_gains(asdict(finals.decision), finals.decision) if finals else None,
+        "comparisons": [_without_gains(asdict(c), finals.decision) for c in finals.comparisons] if finals else [],
         "outcomes": outcomes_of(report),
         "failures": [
             {"trial": t.number, "outcome": t.kind, "why": t.why, "params": dict(t.params)}
@@ -161,6 +162,12 @@ def result_json(report: Report) -> dict[str, Any]:
         "work_share": work_share(report.ledger) if report.ledger else None,
         "notes": list(report.notes),
     }
+
+
+def _without_gains(data: dict[str, Any], decision: Decision) -> dict[str, Any]:
+    """The data with null in the place of gains, and of what they are worth, where the samples say nothing."""
+    withheld = ("gain", "gains", "p") if decision.disturbed else ()
+    return data | {name: None for name in withheld if name in data}
 
 
 def _table(title: str | None = None) -> Table:

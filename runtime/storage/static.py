@@ -108,6 +108,11 @@ class StaticTable(nn.Module):
         """Whether it is not frozen."""
         return self.trainable if self.is_fused else self.weight.requires_grad
 
+    @property
+    def has_rule(self) -> bool:
+        """Whether a fused optimizer trains the table unless it is frozen."""
+        return self.is_fused and self._has_rule
+
     def can_train(self) -> bool:
         """Whether anything can train the table as it is held."""
         return self._has_rule if self.is_fused else self.weight.dtype.itemsize > 1
@@ -240,10 +245,11 @@ class Tables(nn.Module):
         return "\n  ".join(["Tables(", *lines]) + "\n)"
 
     def requires_grad_(self, requires_grad: bool = True) -> Tables:
-        """Fused tables have no parameters that torch's own would find."""
-        for table in self._modules.values():
-            assert table is not None
-            table.requires_grad_(requires_grad)
+        """Fused tables have no parameters that torch's own would find. Tables that cannot be trained stay frozen."""
+        tables: Any = self._modules
+        for table in tables.values():
+            if not requires_grad or table.can_train():
+                table.requires_grad_(requires_grad)
         return self
 
     def _load_from_state_dict(
@@ -259,8 +265,8 @@ class Tables(nn.Module):
         tables: Any = self._modules
         known = {key for name, table in tables.items() for key in table.keys(f"{prefix}{name}.")}
         known |= {f"{prefix}{name}.{ENTRY}" for name, table in tables.items() if table.states()}
-        # A module without a fused optimizer serves what another trained: it has no use for the optimizer's states.
-        skipped = tuple(f"{prefix}{name}.optim." for name, table in tables.items() if not table.is_fused)
+        # A table that nothing here trains serves what another module trained: it has no use for an optimizer's states.
+        skipped = tuple(f"{prefix}{name}.optim." for name, table in tables.items() if not table.has_rule)
         unexpected_keys += [
             key
             for key in state_dict

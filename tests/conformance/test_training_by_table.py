@@ -150,6 +150,11 @@ def test_none_is_never_trained(backend: Any) -> None:
     for unfreeze in (lambda: module.unfreeze("b"), lambda: module.tables._modules["b"].requires_grad_()):  # type: ignore[union-attr]
         with pytest.raises(TypeError, match="table 'b': its optimizer is None, so that it cannot be trained"):
             unfreeze()
+    module.tables.requires_grad_(True)  # leaves it frozen
+    assert not module.tables.b.is_trained()
+    everywhere = trained(backend, optimizer={"b": ADAM, "*": ADAM})
+    module.load_state_dict(everywhere.state_dict())  # strictly: states of a table that is not trained are not needed
+    assert torch.equal(module.weight("b"), everywhere.weight("b"))
 
 
 # ---- What is refused ----------------------------------------------------------------------------------

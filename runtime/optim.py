@@ -17,6 +17,7 @@ from embforge.codegen.errors import RuleError
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Extent, Rounding, Rule, State, Update
+from embforge.codegen.suggestions import did_you_mean, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,18 @@ __all__ = [
     "RowwiseAdam",
     "custom",
 ]
+
+SPELT_OTHERWISE = {"AdamW": "Adam(decoupled=True, weight_decay=...)", "SparseAdam": "Adam", "RMSprop": "RMSProp"}
+"""How to write what torch.optim has under another name."""
+
+
+def __getattr__(name: str) -> Any:
+    """Only asked for names that are not here."""
+    if name in SPELT_OTHERWISE:
+        raise AttributeError(f"embforge.optim has no {name}; write ef.optim.{SPELT_OTHERWISE[name]}")
+    known = [each for each in __all__ if each[0].isupper()]
+    raise AttributeError(f"embforge.optim has no {name!r}{did_you_mean(name, known)}; it has: {listed(known)}")
+
 
 OPTIONS = ("lr", "weight_decay", "decoupled", "max_row_norm", "rounding")
 """What every optimizer takes."""

@@ -345,3 +345,10 @@ def test_the_page_has_every_rule() -> None:
                 value = re.search(rf"{field.name}=(\([^)]*\)|[^ ,|]+)", row)
                 assert value is not None, (name, field.name)
                 assert ast.literal_eval(value[1]) == field.default, (name, field.name)
+
+
+def test_names_of_torch_optim_are_translated() -> None:
+    with pytest.raises(AttributeError, match=r"no AdamW; write ef.optim.Adam\(decoupled=True"):
+        optim.AdamW  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no 'Adagrd' \(did you mean 'Adagrad'\?\); it has: LAMB, LARS, SGD"):
+        optim.Adagrd  # noqa: B018

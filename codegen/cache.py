@@ -32,7 +32,7 @@ CACHE_SCHEMA = "1"
 
 KEY_DIGITS = 12
 MOST_BYTES = 2**30
-"""Of a source or a binary: far more than any compiler gave us."""
+"""The most bytes of a source or a binary: far more than any compiler gave us."""
 LOCK_TIMEOUT = 300.0
 """Seconds to wait for another process that builds the same kernel. Longer than any compilation we know."""
 

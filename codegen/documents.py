@@ -19,9 +19,9 @@ from typing import Any
 from embforge.codegen.errors import EmbforgeError
 
 MOST_BYTES = 2**26
-"""Of a document: far more than any that we write, far less than what would hurt."""
+"""The most bytes of a document: far more than we ever write, far less than what would hurt."""
 MOST_DEPTH = 32
-"""Of objects within objects. Ours have at most six; some Python functions fail from a few hundred on."""
+"""The most levels of nested objects. Ours have at most six; some Python functions fail from a few hundred on."""
 MOST_SHOWN = 80
 """Characters of a value in a message."""
 

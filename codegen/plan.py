@@ -97,8 +97,8 @@ class Plan:
 
     @cached_property
     def nameless(self) -> Plan:
-        """The plan without the names in its spec. Plans that have the same one have the same code: theirs differ in
-        comments and in the symbol only."""
+        """The plan without the names in its spec. Plans that are equal without names have the same code, but for
+        comments and the symbol."""
         return replace(self, spec=self.spec.without_names(), generated_as=None)
 
     @classmethod

@@ -34,7 +34,7 @@ FILE_VARIABLE, BATCHES_VARIABLE = "EMBFORGE_RECORD", "EMBFORGE_RECORD_BATCHES"
 """In the environment: a file to which every collection that is made records itself, and how many batches."""
 BATCHES = 100
 MOST_BYTES = 2**32
-"""Of a file and of its arrays: a recording ends at a quarter of it."""
+"""The most bytes of a file and of its arrays: a recording ends at a quarter of it."""
 REMEDY = "record it again with `embforge record` or ef.record(module, path)"
 
 Ints = NDArray[np.int64]

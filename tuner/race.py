@@ -46,7 +46,7 @@ class Racing:
     rounds: int
     """Of this stage so far."""
     gains: dict[Params, float]
-    """Of each candidate over the default: median, over all workloads. Empty if the block does not count."""
+    """Gains of the candidates over the default, medians over all workloads. Empty if the block does not count."""
     retaken: int = 0
     """Blocks so far that do not count, because others used the CPUs."""
     others: float = 0.0

@@ -67,7 +67,7 @@ class Local:
     direct_width: int
     """Columns of the pooled result that take the direct way; hierarchical ones stand behind them."""
     wholes: tuple[str, ...]
-    """Of each table of `spec`: the table whose shard it is."""
+    """For each table of `spec`, the table whose shard it is."""
 
     @property
     def hierarchical_width(self) -> int:

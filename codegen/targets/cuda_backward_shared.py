@@ -39,7 +39,7 @@ def shared_bytes(plan: Plan) -> int:
 
 
 def _sums(plan: Plan) -> int:
-    """Of the struct SumStage: a block's terms, and the interleaved sums of its rows."""
+    """The size of the struct SumStage: a block's terms, and the interleaved sums of its rows."""
     if not sums_rows(plan):
         return 0
     buckets: tuple[RowBucket, ...] = row_buckets(plan)
@@ -51,5 +51,5 @@ def _sums(plan: Plan) -> int:
 
 
 def _sequences(plan: Plan) -> int:
-    """Of the struct Sequences: begin, size and place of every `none` feature."""
+    """The size of the struct Sequences: begin, size and place of every `none` feature."""
     return 24 * len(plan.layout.sequence_features)

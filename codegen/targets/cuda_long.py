@@ -25,7 +25,7 @@ from embforge.codegen.targets.cuda_geometry import (
 MOST_ROWS, MOST_SMALL_ROWS = 24, 16
 """In flight a lane, of rows for which bytes in flight are promised and of smaller ones."""
 SOURCE_BYTES, ABSENT_BYTES = 32, 8
-"""Of the kernel's struct Source, and what it has more if a padding id is no row."""
+"""The size of the kernel's struct Source, and what it has more if a padding id is no row."""
 
 
 @dataclass(frozen=True)

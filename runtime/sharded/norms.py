@@ -230,7 +230,7 @@ class RowNorms:
         return evaluations
 
     def _exchange(self, everywhere: list[list[_Held]], rows: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-        """Of every table of a rule the sums over all its columns, added in their order.
+        """For every table of a rule, the sums over all its columns, added in their order.
 
         `everywhere`: these tables on each rank. `rows`: of each of this rank's tables the rows that `sums` are of, by
         their numbers in the whole table. Every holder of a row has a gradient for it, so that both sides know which

@@ -20,7 +20,7 @@ ENTRY = "optim.rule.name"
 BYTES = 64
 """More than any rule's name has."""
 VERSION = 1
-"""Of what the states of rules mean. Raised with a rule that means something else by a state of the same name."""
+"""The version of what states mean. Raised with a rule that means something else by a state of the same name."""
 
 
 def rule_entry(rule: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -14,9 +15,12 @@ ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
 
 
 def pytest_configure() -> None:
-    """Examples of hypothesis take as long as they take: how busy the machine is decides no test."""
+    """Examples of hypothesis take as long as they take, and Ctrl-C works however tests are started."""
     settings.register_profile("patient", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
+    # A shell starts what it runs in the background with Ctrl-C ignored, which programs under test would inherit.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Arrays in a `.npz` file, read without believing it: nothing is unpickled, and no more memory is taken than is there.
 
 An archive may say that a few bytes are a terabyte, in the table of its files or in the head of an array. The table is
-compared with what is allowed before anything is unpacked, and the head with the bytes behind it.
+compared with what is allowed before anything is unpacked, and the head with the bytes that follow it.
 """
 
 from __future__ import annotations

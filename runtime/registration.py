@@ -52,7 +52,7 @@ LOOKUP = Operator(
     "embforge.ops",
     has_backward=True,
 )
-"""For results that nobody differentiates: its backward is an error. `tables`: `[rows, dim]` in layout order.
+"""For results that are not differentiated: its backward is an error. `tables`: `[rows, dim]` in layout order.
 `sequence_rows`: ids of each `none` feature; None without such features, because AOTInductor makes None of an empty list
 (torch 2.13, `OSSProxyExecutor::call_function`). `program`: see `Program`."""
 

@@ -22,7 +22,7 @@ import time
 start = time.perf_counter()
 import json, sys
 from embforge.codegen.build import build
-from embforge.codegen.cli.common import load_spec
+from embforge.cli.common import load_spec
 from embforge.codegen.params import PARAMS
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets import target_named

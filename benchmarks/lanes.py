@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.warp_per_bag import count_warp_per_bag
 from embforge.cases import draw_tables
-from embforge.codegen.cli.common import load_spec
-from embforge.codegen.cli.counters import COUNTED_ROWS
+from embforge.cli.common import load_spec
+from embforge.cli.display.counters import COUNTED_ROWS
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.arch import DEFAULT_ARCH, WARP

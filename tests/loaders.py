@@ -14,7 +14,7 @@ from tuned_records import record_of
 
 from benchmarks.oracle_cases import read_oracle
 from embforge.codegen import cache
-from embforge.codegen.cli.plan import _given
+from embforge.cli.plan import _given
 from embforge.codegen.errors import (
     EmbforgeError,
     MissingKernelError,

@@ -14,8 +14,8 @@ import pytest
 
 from embforge.codegen import build as build_module
 from embforge.codegen.build import Built, build, build_many, jit_allowed
-from embforge.codegen.cli.common import params_of
-from embforge.codegen.cli.gen import emit
+from embforge.cli.common import params_of
+from embforge.cli.gen import emit
 from embforge.codegen.errors import CompileError, MissingKernelError, ToolchainError
 from embforge.codegen.machine import find_compiler
 from embforge.codegen.manifest import gen_command

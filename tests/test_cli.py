@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from embforge.codegen import cache
-from embforge.codegen.cli.common import load_spec, params_of, print_json
-from embforge.codegen.cli.main import main
+from embforge.cli.common import load_spec, params_of, print_json
+from embforge.cli.main import main
 from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.spec import POOLINGS

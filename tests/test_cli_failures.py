@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from embforge.codegen.cli import env as env_module
-from embforge.codegen.cli.main import main
+from embforge.cli import env as env_module
+from embforge.cli.main import main
 from embforge.codegen.errors import CacheError
 
 

@@ -14,8 +14,8 @@ from conformance.training import WITH_ROWS, draw
 
 import embforge as ef
 from embforge.codegen.build import build, code_of, source_of
-from embforge.codegen.cli.common import load_spec
-from embforge.codegen.cli.main import main
+from embforge.cli.common import load_spec
+from embforge.cli.main import main
 from embforge.codegen.manifest import find_kernel, kernel_record, write_manifest
 from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan

@@ -20,7 +20,7 @@ from tuned_records import SPEC as TUNED_SPEC
 
 import embforge as ef
 from embforge import ops
-from embforge.codegen.cli.gen import emit
+from embforge.cli.gen import emit
 from embforge.codegen.errors import MissingKernelError, PlanError
 from embforge.codegen.machine import X86_NEEDS, host_isa
 from embforge.exported import ExportedLookup, lookup_kernel

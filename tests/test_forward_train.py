@@ -12,7 +12,7 @@ from torch import Tensor
 from embforge.backends import arch_of
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.build import build
-from embforge.codegen.cli.common import load_spec
+from embforge.cli.common import load_spec
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import PARAMS, CudaParams
 from embforge.codegen.plan import Plan

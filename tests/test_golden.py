@@ -10,7 +10,7 @@ import pytest
 
 from embforge.codegen.build import code_of, source_of
 from embforge.codegen.cache import sha256_of
-from embforge.codegen.cli.common import plans_for, training_plans_for
+from embforge.cli.common import plans_for, training_plans_for
 from embforge.codegen.manifest import kernel_record
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec

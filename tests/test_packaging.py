@@ -47,7 +47,7 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
     assert wheel.stat().st_size < 1_000_000
     assert wheel.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    for name in ("py.typed", "__init__.py", "codegen/cli/main.py", "specs/dlrm.toml", "specs/mixed.toml"):
+    for name in ("py.typed", "__init__.py", "cli/main.py", "specs/dlrm.toml", "specs/mixed.toml"):
         assert f"embforge/{name}" in names
     data = [*ROOT.glob("templates/**/*"), *ROOT.glob("tuner/shipped/*.json")]
     for path in (p for p in data if p.is_file() and "__pycache__" not in p.parts):
@@ -134,7 +134,7 @@ def test_import_loads_nothing_heavy() -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     loaded = loaded_after(
-        "from embforge.codegen.cli.main import main\n"
+        "from embforge.cli.main import main\n"
         "for words in (['--help'], ['gen', '--help'], ['bench', '--help']):\n"
         "    try: main(words)\n"
         "    except SystemExit: pass"
@@ -144,7 +144,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_generating_code_loads_no_torch(tmp_path: Path) -> None:
     loaded = loaded_after(
-        "from embforge.codegen.cli.main import main\n"
+        "from embforge.cli.main import main\n"
         f"words = 'gen mixed --target cpu --arch avx2 --sources-only --out {tmp_path}'\n"
         "try: main(words.split())\n"
         "except SystemExit: pass"

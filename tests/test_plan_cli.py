@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from embforge.codegen.cli.main import main
+from embforge.cli.main import main
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.topology import calibrated_path, load_topology, save_calibrated
 
@@ -173,7 +173,7 @@ def test_calibration_measures_real_processes_and_is_used_from_then_on(tiny: str)
 
 def test_planning_loads_no_torch(tiny: str) -> None:
     code = (
-        "import sys\nfrom click.testing import CliRunner\nfrom embforge.codegen.cli.main import main\n"
+        "import sys\nfrom click.testing import CliRunner\nfrom embforge.cli.main import main\n"
         f"result = CliRunner().invoke(main, ['plan', {tiny!r}, '--topology', 'h100x8'])\n"
         "assert result.exit_code == 0, result.output\nassert 'torch' not in sys.modules"
     )

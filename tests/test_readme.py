@@ -15,7 +15,7 @@ import click
 import pytest
 
 from benchmarks import headline
-from embforge.codegen.cli.main import main
+from embforge.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

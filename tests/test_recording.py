@@ -273,7 +273,7 @@ raise SystemExit(7)
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     (directory / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-c", "from embforge.codegen.cli.main import main; main()", "record"]
+    command = [sys.executable, "-c", "from embforge.cli.main import main; main()", "record"]
     return subprocess.Popen(
         [*command, "--out", "trace.npz", "--batches", "3", *arguments],
         cwd=directory,

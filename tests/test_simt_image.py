@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from embforge.codegen.build import build, source_of
-from embforge.codegen.cli.common import load_spec
+from embforge.cli.common import load_spec
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import Compiler
 from embforge.codegen.params import CudaParams

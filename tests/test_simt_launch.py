@@ -16,7 +16,7 @@ from torch import Tensor
 import embforge
 from embforge.cases import Case, draw_batch, draw_tables
 from embforge.codegen.build import build
-from embforge.codegen.cli.gen import emit
+from embforge.cli.gen import emit
 from embforge.codegen.errors import KernelBugError, MissingKernelError
 from embforge.codegen.machine import find_compiler
 from embforge.codegen.params import CudaParams

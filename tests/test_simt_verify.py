@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from embforge.codegen.build import source_of
-from embforge.codegen.cli.common import load_spec
+from embforge.cli.common import load_spec
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams

@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import embforge as ef
-from embforge.codegen.cli.main import main
-from embforge.codegen.cli.tune import MODES
-from embforge.codegen.cli.tune import tune as tune_command
+from embforge.cli.main import main
+from embforge.cli.tune import MODES
+from embforge.cli.tune import tune as tune_command
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.tuner.bench_judge import BenchJudge

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from embforge.codegen.cli import tune_display
-from embforge.codegen.cli.tune_display import Status, display
-from embforge.codegen.cli.tune_result import broken, places_of, print_result, storage_url
+from embforge.cli.display import tune_progress as tune_display
+from embforge.cli.display.tune_progress import Status, display
+from embforge.cli.display.tune_result import broken, places_of, print_result, storage_url
 from embforge.codegen.params import CpuParams
 from embforge.codegen.tuned.record import Hardware
 from embforge.tuner.decision import DEFAULT, DUPLICATES, LEADER

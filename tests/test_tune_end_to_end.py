@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from optuna.trial import FrozenTrial, TrialState
 from tuner_doctor import CRASH, HANG, WRONG, Doctor
 
-from embforge.codegen.cli.main import main
+from embforge.cli.main import main
 from embforge.codegen.spec import CollectionSpec
 from embforge.tuner.outcome import KINDS
 from embforge.tuner.task import task_of

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import embforge as ef
-from embforge.codegen.cli.tune_result import print_result, result_json
+from embforge.cli.display.tune_result import print_result, result_json
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.tuner import tune as tune_module

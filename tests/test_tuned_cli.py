@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, write_spec
 
-from embforge.codegen.cli.main import main
+from embforge.cli.main import main
 from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.tuned.hardware import gpu_hardware, this_cpu
 from embforge.codegen.tuned.record import Traffic

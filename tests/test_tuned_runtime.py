@@ -18,8 +18,8 @@ from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, 
 
 import embforge as ef
 from embforge import parameters
-from embforge.codegen.cli.gen import emit
-from embforge.codegen.cli.tuned_plans import hardware_for
+from embforge.cli.gen import emit
+from embforge.cli.tuned_plans import hardware_for
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams, ReferenceParams
 from embforge.codegen.plan import Plan

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from embforge.codegen.cli.tune_tables import space_json, space_table, static_table
+from embforge.cli.display.tune_tables import space_json, space_table, static_table
 from embforge.codegen.errors import CompileError, WorkloadError
 from embforge.codegen.params import CudaBackwardParams, CudaParams, Params
 from embforge.codegen.plan import Plan

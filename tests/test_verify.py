@@ -13,7 +13,7 @@ import torch
 from embforge import optim
 from embforge import verify as module
 from embforge.cases import Case, draw_batch, draw_tables
-from embforge.codegen.cli.common import load_spec
+from embforge.cli.common import load_spec
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import PARAMS, CpuParams, ReferenceParams

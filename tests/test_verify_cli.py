@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from embforge.codegen.cli.main import main
+from embforge.cli.main import main
 from embforge.codegen.errors import KernelBugError
 from embforge.device import facts_of
 from embforge.verify import VerifyReport, VerifyRow
@@ -132,7 +132,7 @@ def a_simt(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
         raise KernelBugError(FAILED.detail)
 
     monkeypatch.setattr("embforge.verify.verify", lambda spec, **more: VerifyReport("simt", "sm_90", 2, 0, tuple(rows)))
-    monkeypatch.setattr("embforge.codegen.cli.counters.count_spec", count)
+    monkeypatch.setattr("embforge.cli.display.counters.count_spec", count)
     return rows
 
 
@@ -147,7 +147,7 @@ def test_a_bug_in_the_counted_batch_is_a_check_that_failed(tiny: str, a_simt: li
 
 def test_what_failed_is_not_counted(tiny: str, a_simt: list[VerifyRow], monkeypatch: pytest.MonkeyPatch) -> None:
     a_simt.append(FAILED)
-    monkeypatch.setattr("embforge.codegen.cli.counters.count_spec", None)
+    monkeypatch.setattr("embforge.cli.display.counters.count_spec", None)
     assert "Not counted, because a check failed." in run(tiny, *COUNTING, code=1).stdout
     assert not run_json(tiny, *COUNTING, code=1)["passed"]
 
@@ -205,7 +205,7 @@ def test_results_are_told_even_if_the_report_cannot_be_written(
     def refuse(path: Path, data: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("embforge.codegen.cli.report.write_report", refuse)
+    monkeypatch.setattr("embforge.cli.report.write_report", refuse)
     result = run(tiny, "--on", "cuda", *words, code=3)
     assert "reference bits: B=1" in result.stdout and "No space left on device" in result.stderr
     assert not words or json.loads(result.stdout)["passed"]

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from embforge.codegen.build import Built
-from embforge.codegen.cli.main import main
+from embforge.cli.main import main
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda_launch import long_symbols, main_symbols

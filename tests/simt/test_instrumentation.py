@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from embforge.codegen.build import source_of
-from embforge.codegen.cli.common import load_spec
+from embforge.cli.common import load_spec
 from embforge.codegen.machine import cuda_headers, find_compiler
 from embforge.codegen.params import CudaBackwardParams, CudaParams
 from embforge.codegen.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from embforge.codegen.cli.common import json_option, print_json
+from embforge.cli.common import json_option, print_json
 
 
 @click.command()

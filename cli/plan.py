@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from embforge.codegen.cli.common import (
+from embforge.cli.common import (
     CHECK_FAILED,
     EXIT_CODES,
     OK,
@@ -266,7 +266,7 @@ def _json(planned: Sequence[Planned], notes: Sequence[str], files: dict[str, Pat
 def _print(
     spec: CollectionSpec, planned: Sequence[Planned], notes: Sequence[str], files: dict[str, Path | None]
 ) -> None:
-    from embforge.codegen.cli.plan_tables import (
+    from embforge.cli.display.plan_tables import (
         byte_table,
         kind_table,
         memory_line,

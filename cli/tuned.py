@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from embforge.codegen.cli.common import CHECK_FAILED, EXIT_CODES, OK, console, json_option, print_json
+from embforge.cli.common import CHECK_FAILED, EXIT_CODES, OK, console, json_option, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from embforge.codegen.cli.common import (
+from embforge.cli.common import (
     CHECK_FAILED,
     EXIT_CODES,
     OK,
@@ -57,11 +57,11 @@ NEXT = """What to do next
 def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
     """Everything once: one spec becomes a CPU kernel and cubins for eight GPU generations, checked, timed and tuned."""
     from embforge.codegen.build import build
-    from embforge.codegen.cli.bench import notes_of, timing_table
-    from embforge.codegen.cli.gen import default_archs, emit
-    from embforge.codegen.cli.resources import resource_table
-    from embforge.codegen.cli.tune_result import comparison_table, result_json
-    from embforge.codegen.cli.verify import check_table
+    from embforge.cli.bench import notes_of, timing_table
+    from embforge.cli.gen import default_archs, emit
+    from embforge.cli.display.resources import resource_table
+    from embforge.cli.display.tune_result import comparison_table, result_json
+    from embforge.cli.verify import check_table
     from embforge.codegen.errors import ToolchainError
     from embforge.tuner.bench import bench_spec
     from embforge.tuner.quiet import wait_until_quiet

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embforge.codegen.cli.durations import show_duration
+from embforge.cli.durations import show_duration
 from embforge.tuner.ledger import work_share
 from embforge.tuner.outcome import KINDS
 from embforge.tuner.report import differing, headline, show, show_seconds

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from embforge.codegen.cli.common import console
-from embforge.codegen.cli.durations import show_duration
+from embforge.cli.common import console
+from embforge.cli.durations import show_duration
 from embforge.tuner.outcome import Timed
 from embforge.tuner.quiet import QUIET
 from embforge.tuner.race import Racing

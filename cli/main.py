@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import click
 
-from embforge.codegen.cli.bench import bench
-from embforge.codegen.cli.cache import cache
-from embforge.codegen.cli.common import EXIT_CODES
-from embforge.codegen.cli.demo import demo
-from embforge.codegen.cli.env import env
-from embforge.codegen.cli.failures import JSON_ERRORS, Commands
-from embforge.codegen.cli.gen import gen
-from embforge.codegen.cli.plan import plan
-from embforge.codegen.cli.record import record
-from embforge.codegen.cli.schema import schema
-from embforge.codegen.cli.tune import tune
-from embforge.codegen.cli.tuned import tuned
-from embforge.codegen.cli.verify import verify
+from embforge.cli.bench import bench
+from embforge.cli.cache import cache
+from embforge.cli.common import EXIT_CODES
+from embforge.cli.demo import demo
+from embforge.cli.env import env
+from embforge.cli.failures import JSON_ERRORS, Commands
+from embforge.cli.gen import gen
+from embforge.cli.plan import plan
+from embforge.cli.record import record
+from embforge.cli.schema import schema
+from embforge.cli.tune import tune
+from embforge.cli.tuned import tuned
+from embforge.cli.verify import verify
 
 
 @click.group(

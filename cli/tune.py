@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from embforge.codegen.cli.common import (
+from embforge.cli.common import (
     EXIT_CODES,
     console,
     fields_given,
@@ -20,7 +20,7 @@ from embforge.codegen.cli.common import (
     stage_bar,
     waiting,
 )
-from embforge.codegen.cli.durations import Duration
+from embforge.cli.durations import Duration
 
 if TYPE_CHECKING:
     from embforge.codegen.spec import CollectionSpec
@@ -211,7 +211,7 @@ def _refuse_idle_options(ctx: click.Context, mode: str) -> None:
 
 
 def _list(spec: CollectionSpec, on: str, train: str | None, arch: str | None, ids: str, as_json: bool) -> None:
-    from embforge.codegen.cli.tune_tables import space_json, space_table
+    from embforge.cli.display.tune_tables import space_json, space_table
     from embforge.codegen.machine import host_isa
     from embforge.codegen.training import update_named
     from embforge.codegen.tuned.hardware import any_gpu
@@ -240,7 +240,7 @@ def _estimate(
     kept: bool,
     as_json: bool,
 ) -> None:
-    from embforge.codegen.cli.tune_tables import static_table
+    from embforge.cli.display.tune_tables import static_table
     from embforge.codegen.training import update_named
     from embforge.tuner.estimate import FORMULA
     from embforge.tuner.seeds import save_seeds
@@ -283,8 +283,8 @@ def _estimate_json(report: StaticReport, path: Path | None) -> dict[str, Any]:
 
 def _tune(spec: CollectionSpec, budget: float | None, page: Path | None, as_json: bool, **options: Any) -> None:
     with waiting("loading torch and the tuner"):
-        from embforge.codegen.cli.tune_display import Status, display
-        from embforge.codegen.cli.tune_result import places_of, print_result, result_json
+        from embforge.cli.display.tune_progress import Status, display
+        from embforge.cli.display.tune_result import places_of, print_result, result_json
         from embforge.tuner.report import write_report
         from embforge.tuner.report_data import report_of
         from embforge.tuner.tune import tune as run

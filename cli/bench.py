@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from embforge.codegen.cli.common import (
+from embforge.cli.common import (
     CHECK_FAILED,
     EXIT_CODES,
     OK,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from embforge.codegen.cli.common import (
+from embforge.cli.common import (
     EXIT_CODES,
     console,
     json_option,
@@ -20,7 +20,7 @@ from embforge.codegen.cli.common import (
     stage_bar,
     training_plans_for,
 )
-from embforge.codegen.cli.tuned_plans import tuned_plans_for
+from embforge.cli.tuned_plans import tuned_plans_for
 
 if TYPE_CHECKING:
     from embforge.codegen.plan import Plan
@@ -102,7 +102,7 @@ def gen(
         reasons = {"tuned": why} if tuned else {}
         print_json({"directory": str(out), "manifest": str(out / MANIFEST), "kernels": records, **reasons})
         return
-    from embforge.codegen.cli.resources import resource_table
+    from embforge.cli.display.resources import resource_table
 
     screen = console()
     if any(record["symbols"] for record in records):

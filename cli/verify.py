@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from embforge.codegen.cli.common import (
+from embforge.cli.common import (
     CHECK_FAILED,
     EXIT_CODES,
     OK,
@@ -87,7 +87,7 @@ def verify(
     accesses out of bounds, reads of what nobody wrote and barriers that not all threads reach are failures.
     --on cuda writes a report file, also if kernels fail: please attach it to an issue, whatever it says.
     """
-    from embforge.codegen.cli.report import report_data, report_name, verdict, why_not_writable, write_report
+    from embforge.cli.report import report_data, report_name, verdict, why_not_writable, write_report
     from embforge.tuner.workload import parse
     from embforge.verify import verify as run_checks
     from embforge.verify_training import optimizer_named
@@ -148,7 +148,7 @@ def count(
 
     A bug that shows only in the counted batch is one more row of the report, which did not pass.
     """
-    from embforge.codegen.cli.counters import NOTE, count_spec, counter_table
+    from embforge.cli.display.counters import NOTE, count_spec, counter_table
     from embforge.codegen.errors import KernelBugError
     from embforge.verify import VerifyRow
 

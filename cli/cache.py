@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from embforge.codegen.cli.common import console, json_option, print_json
+from embforge.cli.common import console, json_option, print_json
 
 
 @click.group()

@@ -32,7 +32,7 @@ def report_data(spec: CollectionSpec, report: VerifyReport, began: datetime) -> 
 
     `began` is a time in UTC.
     """
-    from embforge.codegen.cli.env import collect
+    from embforge.cli.env import collect
 
     machine = collect()
     return {
@@ -61,7 +61,7 @@ def verdict(spec: CollectionSpec, report: VerifyReport) -> dict[str, Any]:
 def write_report(path: Path, data: dict[str, Any]) -> None:
     """Writes the file whole or not at all. Infinities and NaN are null: JSON has no word for them."""
     from embforge.codegen.cache import write_atomically
-    from embforge.codegen.cli.common import finite
+    from embforge.cli.common import finite
 
     text = json.dumps(finite(data), indent=2, allow_nan=False)
     write_atomically(path, f"{text}\n".encode())

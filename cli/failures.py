@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from embforge.codegen.cli.common import JSON_ASKED, JSON_PRINTED, TOOLCHAIN_ERROR, USAGE_ERROR, print_json
+from embforge.cli.common import JSON_ASKED, JSON_PRINTED, TOOLCHAIN_ERROR, USAGE_ERROR, print_json
 
 UNEXPECTED = 1
 """Python's own exit code for an exception, and click's for Ctrl-C."""

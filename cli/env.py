@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from embforge.codegen.cli.common import console, json_option, print_json
+from embforge.cli.common import console, json_option, print_json
 
 PACKAGES = (
     "embforge",

@@ -11,7 +11,7 @@ from typing import IO
 
 import click
 
-from embforge.codegen.cli.common import CHECK_FAILED, json_option, print_json
+from embforge.cli.common import CHECK_FAILED, json_option, print_json
 
 EXIT_STATUS = "Exits as the script does; with 1 if the script succeeds and nothing was recorded."
 

@@ -1,0 +1,1 @@
+"""Tables and panels in which commands show their results."""

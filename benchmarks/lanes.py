@@ -23,7 +23,7 @@ from embforge.cli.common import load_spec
 from embforge.cli.display.counters import COUNTED_ROWS
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.arch import DEFAULT_ARCH, WARP
+from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH, WARP
 from embforge.counters import SECTOR, KernelCounters, Traffic, total
 from embforge.counting import count_lookup
 from embforge.inputs import Batch

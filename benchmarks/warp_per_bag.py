@@ -14,8 +14,8 @@ from torch import Tensor
 from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.plan import Plan
 from embforge.codegen.render import render
-from embforge.codegen.targets.arch import WARP
-from embforge.codegen.targets.simt import compile_image
+from embforge.codegen.targets.cuda.arch import WARP
+from embforge.codegen.targets.simt.toolchain import compile_image
 from embforge.counters import KernelCounters
 from embforge.inputs import Batch
 from embforge.launch.simt import kernel_counters, table_region

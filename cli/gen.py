@@ -116,7 +116,7 @@ def gen(
 def default_archs(target: str) -> tuple[str, ...]:
     """All GPU generations, the one that simt runs, or this machine's instruction set."""
     if target in ("cuda", "simt"):
-        from embforge.codegen.targets.arch import ARCHS, DEFAULT_ARCH
+        from embforge.codegen.targets.cuda.arch import ARCHS, DEFAULT_ARCH
 
         return tuple(ARCHS) if target == "cuda" else (DEFAULT_ARCH,)
     from embforge.codegen.machine import host_isa

@@ -78,7 +78,7 @@ def _gpu_here(arch: str) -> Hardware | None:
     import torch
 
     from embforge.codegen.errors import PlanError
-    from embforge.codegen.targets.arch import nearest_arch
+    from embforge.codegen.targets.cuda.arch import nearest_arch
     from embforge.parameters import hardware_of
 
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():

@@ -209,7 +209,7 @@ STAGES: dict[str, tuple[Argument, ...]] = {
     ),
 }  # fmt: skip
 """By stage, the arguments of its entry. On a GPU a stage may be several kernels: see
-`codegen/targets/cuda_stages.py`."""
+`codegen/targets/cuda/stages.py`."""
 
 ABSENT = -(2**31)
 """A slot of an id that has no row."""

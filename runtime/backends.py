@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from embforge.codegen.machine import host_isa
-from embforge.codegen.targets.arch import DEFAULT_ARCH, nearest_arch
+from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH, nearest_arch
 
 BackendName = Literal["cuda", "cpu", "simt", "reference"]
 DEVICES_OF: dict[str, tuple[str, ...]] = {

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from embforge.arguments import sequence_elements
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.cuda_geometry import geometry_of, register_classes
-from embforge.codegen.targets.cuda_launch import long_symbols, main_symbols, shape_of
-from embforge.codegen.targets.simt import twin_of
+from embforge.codegen.targets.cuda.geometry import geometry_of, register_classes
+from embforge.codegen.targets.cuda.launch import long_symbols, main_symbols, shape_of
+from embforge.codegen.targets.simt.toolchain import twin_of
 from embforge.counters import SECTOR, KernelCounters, together
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, kernel_of

@@ -22,7 +22,7 @@ from embforge.codegen.errors import EmbforgeError, ToolchainError
 from embforge.codegen.params import PARAMS, CudaParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.simt_image import device_code
+from embforge.codegen.targets.simt.image import device_code
 from embforge.device import gpu_facts
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.launch.simt import SimtForward, SimtOptions

@@ -22,11 +22,11 @@ from embforge.codegen.machine import find_compiler, host_isa
 from embforge.codegen.params import CpuBackwardParams, CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.cpu_geometry import (
+from embforge.codegen.targets.cpu.geometry import (
     rows_at_once,
     streams_results,
 )
-from embforge.codegen.targets.isa import FLAGS, ISAS, isa_of
+from embforge.codegen.targets.cpu.isa import FLAGS, ISAS, isa_of
 from embforge.launch.cpu import CpuForward
 from embforge.launch.cpu_backward import CpuBackward, CpuReduce, CpuWeightGradient
 from embforge.launch.kernels import Program, kernel_of

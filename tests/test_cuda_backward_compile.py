@@ -18,9 +18,9 @@ from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import check_plan
-from embforge.codegen.targets.arch import ARCHS
-from embforge.codegen.targets.cuda_backward_geometry import row_buckets
-from embforge.codegen.targets.cuda_backward_shared import SCALARS, shared_bytes
+from embforge.codegen.targets.cuda.arch import ARCHS
+from embforge.codegen.targets.cuda.backward_geometry import row_buckets
+from embforge.codegen.targets.cuda.shared_memory import SCALARS, shared_bytes
 from embforge.collection import EmbeddingCollection
 from embforge.pairwise import covering
 

@@ -13,9 +13,10 @@ from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets import nvrtc, sass
-from embforge.codegen.targets.arch import ARCHS
-from embforge.codegen.targets.cuda_geometry import MOST_MADE_UP, geometry_of
+from embforge.codegen.targets.cuda.forward import nvrtc
+from embforge.codegen.targets.cuda.forward import sass
+from embforge.codegen.targets.cuda.arch import ARCHS
+from embforge.codegen.targets.cuda.geometry import MOST_MADE_UP, geometry_of
 
 SPECS = Path(__file__).parent.parent / "examples/specs"
 EXAMPLES = ("dlrm", "llm_vocab", "mixed")

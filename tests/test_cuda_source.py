@@ -16,9 +16,9 @@ from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.arch import ARCHS, nearest_arch, resident_threads
-from embforge.codegen.targets.cuda_geometry import geometry_of, min_blocks, run_of
-from embforge.codegen.targets.cuda_launch import (
+from embforge.codegen.targets.cuda.arch import ARCHS, nearest_arch, resident_threads
+from embforge.codegen.targets.cuda.geometry import geometry_of, min_blocks, run_of
+from embforge.codegen.targets.cuda.launch import (
     QUEUE_COUNTERS,
     QUEUE_RECORD,
     UNIT,
@@ -28,8 +28,8 @@ from embforge.codegen.targets.cuda_launch import (
     shape_of,
     status_size,
 )
-from embforge.codegen.targets.cuda_launch import launch_of as launch_of_shape
-from embforge.codegen.targets.cuda_long import long_geometry
+from embforge.codegen.targets.cuda.launch import launch_of as launch_of_shape
+from embforge.codegen.targets.cuda.long_bags import long_geometry
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,7 +12,7 @@ from embforge.codegen.build import build, source_of
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.manifest import kernel_record, write_manifest
 from embforge.codegen.stages import STAGES, StagePlan
-from embforge.codegen.targets.cuda_stages import KERNELS, THREADS, symbol_of
+from embforge.codegen.targets.cuda.stages import KERNELS, THREADS, symbol_of
 
 MOST_REGISTERS = 80
 """Of a thread, so that six blocks of 128 find room on a multiprocessor."""

@@ -20,7 +20,7 @@ from embforge.codegen.manifest import find_kernel, kernel_record, write_manifest
 from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.arch import DEFAULT_ARCH
+from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
 from embforge.codegen.training import training_plans, update_named
 
 

@@ -14,7 +14,7 @@ from test_cpu_isas import random_batch, random_tables, spec_of
 from embforge.codegen.build import source_of
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.isa import FLAGS
+from embforge.codegen.targets.cpu.isa import FLAGS
 from embforge.launch import reference
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

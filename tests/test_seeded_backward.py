@@ -13,7 +13,7 @@ from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.rules import builtin
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.simt import compile_image
+from embforge.codegen.targets.simt.toolchain import compile_image
 from embforge.launch.simt_backward import SimtBackward
 
 SPEC = CollectionSpec((TableSpec("t", 20, 32),), (FeatureSpec("f", "t"),), name="seeded_backward")

@@ -28,7 +28,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Rule, State
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.cuda_backward_geometry import key_dtype
+from embforge.codegen.targets.cuda.backward_geometry import key_dtype
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, kernel_of
 

@@ -16,8 +16,8 @@ from embforge.codegen.machine import Compiler
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets import simt
-from embforge.codegen.targets.simt_image import KernelText, device_code, image_source, kernels_in
+from embforge.codegen.targets.simt.toolchain import toolchain as simt
+from embforge.codegen.targets.simt.image import KernelText, device_code, image_source, kernels_in
 from embforge.launch.simt_abi import load_image
 
 TEXT = """\

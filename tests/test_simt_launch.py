@@ -22,7 +22,7 @@ from embforge.codegen.machine import find_compiler
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.simt import _simt_directory, compile_image
+from embforge.codegen.targets.simt.toolchain import _simt_directory, compile_image
 from embforge.collection import EmbeddingCollection
 from embforge.counters import KernelCounters, Traffic, kind_of, together
 from embforge.counting import count_lookup

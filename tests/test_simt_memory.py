@@ -16,7 +16,7 @@ from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.simt import compile_image, twin_of
+from embforge.codegen.targets.simt.toolchain import compile_image, twin_of
 from embforge.inputs import Batch
 from embforge.launch.guarded import GARBAGE, GUARD, guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import metadata_of

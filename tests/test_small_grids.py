@@ -14,10 +14,11 @@ from training import batch_of, compare, plan_of
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
-from embforge.codegen.targets import cuda_backward_launch, cuda_launch
-from embforge.codegen.targets.cuda_backward import backward_shape_of
-from embforge.codegen.targets.cuda_backward_launch import backward_launch
-from embforge.codegen.targets.cuda_launch import UNIT, launch_of, shape_of
+from embforge.codegen.targets.cuda.forward import backward_launch as cuda_backward_launch
+from embforge.codegen.targets.cuda.forward import launch as cuda_launch
+from embforge.codegen.targets.cuda.backward import backward_shape_of
+from embforge.codegen.targets.cuda.backward_launch import backward_launch
+from embforge.codegen.targets.cuda.launch import UNIT, launch_of, shape_of
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams, Pa
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.arch import arch_named
-from embforge.codegen.targets.isa import ISAS
+from embforge.codegen.targets.cuda.arch import arch_named
+from embforge.codegen.targets.cpu.isa import ISAS
 from embforge.codegen.training import update_named
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.record import Hardware

@@ -21,7 +21,7 @@ from embforge.codegen.params import CudaBackwardParams, CudaParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.arch import ARCHS
+from embforge.codegen.targets.cuda.arch import ARCHS
 from embforge.codegen.training import update_named
 from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.hardware import any_gpu

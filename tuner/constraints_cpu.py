@@ -7,15 +7,15 @@ from functools import cache
 
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.params import CpuBackwardParams, CpuParams
-from embforge.codegen.targets.cpu_backward import reduce_facts
-from embforge.codegen.targets.cpu_geometry import (
+from embforge.codegen.targets.cpu.backward import reduce_facts
+from embforge.codegen.targets.cpu.geometry import (
     lies_in_cache,
     row_vectors,
     rows_at_once,
     streams_results,
     touched_bytes,
 )
-from embforge.codegen.targets.isa import Isa, isa_of
+from embforge.codegen.targets.cpu.isa import Isa, isa_of
 from embforge.tuner.constraints import Context, Idle, Rules
 
 PREFETCH = (

@@ -8,17 +8,17 @@ from functools import cache
 
 from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CudaBackwardParams, CudaParams
-from embforge.codegen.targets.arch import arch_named
-from embforge.codegen.targets.cuda_backward_geometry import RowBucket, row_buckets
-from embforge.codegen.targets.cuda_backward_geometry import min_blocks as backward_min_blocks
-from embforge.codegen.targets.cuda_geometry import (
+from embforge.codegen.targets.cuda.arch import arch_named
+from embforge.codegen.targets.cuda.backward_geometry import RowBucket, row_buckets
+from embforge.codegen.targets.cuda.backward_geometry import min_blocks as backward_min_blocks
+from embforge.codegen.targets.cuda.geometry import (
     BucketGeometry,
     geometry_of,
     min_blocks,
     register_classes,
     shared_bytes,
 )
-from embforge.codegen.targets.cuda_long import LongGeometry, long_geometry
+from embforge.codegen.targets.cuda.long_bags import LongGeometry, long_geometry
 from embforge.tuner.constraints import Constraint, Context, Idle, Rules
 
 CHOICES = {f.name: f.metadata["choices"] for f in fields(CudaParams)}

@@ -17,12 +17,12 @@ from typing import Any
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.arch import arch_named
-from embforge.codegen.targets.cuda_backward_geometry import backward_params, row_buckets
-from embforge.codegen.targets.cuda_backward_geometry import min_blocks as backward_min_blocks
-from embforge.codegen.targets.cuda_backward_launch import backward_launch, backward_shape
-from embforge.codegen.targets.cuda_geometry import cuda_params, geometry_of, min_blocks, register_classes
-from embforge.codegen.targets.cuda_launch import range_of
+from embforge.codegen.targets.cuda.arch import arch_named
+from embforge.codegen.targets.cuda.backward_geometry import backward_params, row_buckets
+from embforge.codegen.targets.cuda.backward_geometry import min_blocks as backward_min_blocks
+from embforge.codegen.targets.cuda.backward_launch import backward_launch, backward_shape
+from embforge.codegen.targets.cuda.geometry import cuda_params, geometry_of, min_blocks, register_classes
+from embforge.codegen.targets.cuda.launch import range_of
 from embforge.counters import SECTOR
 from embforge.tuner.layout_advice import mean_moved
 from embforge.tuner.workload import Batch

@@ -17,7 +17,7 @@ from embforge.codegen.params import PARAMS, Params, params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.arch import arch_named
+from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.tuned.record import Hardware
 from embforge.pairwise import covering
 from embforge.tuner import constraints_cpu, constraints_cuda

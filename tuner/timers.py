@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embforge.codegen.errors import ToolchainError
-from embforge.codegen.targets.cuda_packages import cuda_module
+from embforge.codegen.targets.cuda.packages import cuda_module
 from embforge.codegen.tuned.hardware import parse_bytes
 
 SAMPLE_SECONDS = 1e-3

@@ -25,7 +25,7 @@ from torch import Tensor
 from embforge.codegen.build import locate
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.cpu_geometry import CACHE_LINE
+from embforge.codegen.targets.cpu.geometry import CACHE_LINE
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, load_kernel
 from embforge.tuner import workload as traffic

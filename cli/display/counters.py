@@ -25,7 +25,7 @@ def count_spec(spec: CollectionSpec, *, arch: str | None, params: Any, workload:
     from embforge.cases import draw_tables
     from embforge.codegen.params import CudaParams
     from embforge.codegen.plan import Plan
-    from embforge.codegen.targets.arch import DEFAULT_ARCH
+    from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
     from embforge.counting import count_lookup
     from embforge.inputs import Batch
     from embforge.probes import shrunk

@@ -39,14 +39,14 @@ class Target:
 def target_named(name: str) -> Target:
     """The target of that name, imported on first use so that no target pays for another's toolchain."""
     if name == "cpu":
-        from embforge.codegen.targets.cpu import CPU
+        from embforge.codegen.targets.cpu.forward import CPU
 
         return CPU
     if name == "simt":
-        from embforge.codegen.targets.simt import SIMT
+        from embforge.codegen.targets.simt.toolchain import SIMT
 
         return SIMT
-    from embforge.codegen.targets.cuda import CUDA
+    from embforge.codegen.targets.cuda.forward import CUDA
 
     return CUDA
 
@@ -56,10 +56,10 @@ def check_plan(plan: Plan) -> None:
     if plan.target not in ("cuda", "simt"):
         return
     if plan.op.startswith("forward"):
-        from embforge.codegen.targets.cuda_geometry import geometry_of
+        from embforge.codegen.targets.cuda.geometry import geometry_of
 
         geometry_of(plan)
     else:
-        from embforge.codegen.targets.cuda_backward_shared import check_shared
+        from embforge.codegen.targets.cuda.shared_memory import check_shared
 
         check_shared(plan)

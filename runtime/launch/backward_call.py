@@ -15,10 +15,10 @@ from torch import Tensor
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import arguments_of
-from embforge.codegen.targets.cuda_backward_geometry import key_tables
-from embforge.codegen.targets.cuda_backward_launch import BackwardLaunch, BackwardShape, backward_launch
-from embforge.codegen.targets.cuda_backward_weights import WeightsShape
-from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda.backward_geometry import key_tables
+from embforge.codegen.targets.cuda.backward_launch import BackwardLaunch, BackwardShape, backward_launch
+from embforge.codegen.targets.cuda.weight_gradient import WeightsShape
+from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.inputs import Batch
 from embforge.launch.forward_call import Value
 from embforge.launch.gradients import Gradients

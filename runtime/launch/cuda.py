@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.cuda_launch import shape_of
+from embforge.codegen.targets.cuda.launch import shape_of
 from embforge.inputs import Batch
 from embforge.launch.cuda_kernels import CudaKernels
 from embforge.launch.forward_call import ForwardCall, forward_call

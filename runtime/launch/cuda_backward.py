@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.cuda_backward import backward_shape_of
-from embforge.codegen.targets.cuda_backward_weights import weights_shape
-from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda.backward import backward_shape_of
+from embforge.codegen.targets.cuda.weight_gradient import weights_shape
+from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.inputs import Batch
 from embforge.launch.backward_call import (
     Call,

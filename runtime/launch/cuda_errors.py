@@ -10,8 +10,8 @@ from embforge.codegen.errors import LaunchError
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.arch import nearest_arch
-from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda.arch import nearest_arch
+from embforge.codegen.targets.cuda.launch import KernelLaunch
 
 
 def mistake(spec: CollectionSpec, words: list[int], bounds_check: str) -> Exception | None:

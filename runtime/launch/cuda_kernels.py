@@ -13,9 +13,9 @@ from torch import Tensor
 
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.cuda_launch import KernelLaunch
-from embforge.codegen.targets.cuda_packages import cuda_module
-from embforge.codegen.targets.nvrtc import check_driver, cuda_core, installed_nvrtc
+from embforge.codegen.targets.cuda.launch import KernelLaunch
+from embforge.codegen.targets.cuda.packages import cuda_module
+from embforge.codegen.targets.cuda.nvrtc import check_driver, cuda_core, installed_nvrtc
 from embforge.launch.cuda_errors import driver_error, mistake
 from embforge.launch.cuda_watch import Watch
 from embforge.launch.forward_call import Value

@@ -11,7 +11,7 @@ from torch import Tensor
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import arguments_of
-from embforge.codegen.targets.cuda_launch import QUEUE_COUNTERS, ForwardLaunch, LaunchShape, launch_of
+from embforge.codegen.targets.cuda.launch import QUEUE_COUNTERS, ForwardLaunch, LaunchShape, launch_of
 from embforge.inputs import Batch
 from embforge.launch.metadata import Metadata
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import METADATA_WORDS, arguments_of
-from embforge.codegen.targets.cuda_launch import QUEUE_COUNTERS, KernelLaunch, shape_of, status_size
-from embforge.codegen.targets.simt import twin_of
+from embforge.codegen.targets.cuda.launch import QUEUE_COUNTERS, KernelLaunch, shape_of, status_size
+from embforge.codegen.targets.simt.toolchain import twin_of
 from embforge.counters import SINGLE, TABLE, KernelCounters, Traffic
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.forward_call import ForwardCall, Value, forward_call

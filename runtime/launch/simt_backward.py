@@ -17,10 +17,10 @@ from torch import Tensor
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import UPDATE_METADATA_WORDS, arguments_of
-from embforge.codegen.targets.cuda_backward import backward_shape_of
-from embforge.codegen.targets.cuda_backward_weights import weights_shape
-from embforge.codegen.targets.cuda_launch import status_size
-from embforge.codegen.targets.simt import twin_of
+from embforge.codegen.targets.cuda.backward import backward_shape_of
+from embforge.codegen.targets.cuda.weight_gradient import weights_shape
+from embforge.codegen.targets.cuda.launch import status_size
+from embforge.codegen.targets.simt.toolchain import twin_of
 from embforge.counters import TABLE
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.backward_call import (

@@ -12,8 +12,8 @@ from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS
-from embforge.codegen.targets.arch import arch_named
-from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda.arch import arch_named
+from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.forward_call import Value
 from embforge.launch.guarded import spanned_bytes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.stages import StagePlan
-from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.launch.backward_call import torch_empty
 from embforge.launch.cuda_kernels import CudaKernels
 from embforge.launch.forward_call import Value

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.stages import STREAM_WORDS, StagePlan
-from embforge.codegen.targets.arch import WARP
-from embforge.codegen.targets.cuda_launch import KernelLaunch
-from embforge.codegen.targets.cuda_stages import (
+from embforge.codegen.targets.cuda.arch import WARP
+from embforge.codegen.targets.cuda.launch import KernelLaunch
+from embforge.codegen.targets.cuda.stages import (
     MOST_STREAMS,
     SAMPLES,
     THREADS,

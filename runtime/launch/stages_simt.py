@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from embforge.codegen.stages import StagePlan
-from embforge.codegen.targets.cuda_launch import KernelLaunch
-from embforge.codegen.targets.cuda_stages import KERNELS, kernel_arguments, symbol_of
+from embforge.codegen.targets.cuda.launch import KernelLaunch
+from embforge.codegen.targets.cuda.stages import KERNELS, kernel_arguments, symbol_of
 from embforge.launch.forward_call import Value
 from embforge.launch.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.simt import MOST_SEEDS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from embforge.codegen import cache
 from embforge.codegen.machine import cuda_headers, find_compiler, package_version
-from embforge.codegen.targets.arch import arch_named
+from embforge.codegen.targets.cuda.arch import arch_named
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent

@@ -10,7 +10,7 @@ import torch
 
 from embforge.cases import Case
 from embforge.codegen.errors import LaunchError
-from embforge.codegen.targets.cuda_backward_launch import backward_launch
+from embforge.codegen.targets.cuda.backward_launch import backward_launch
 from embforge.launch import backward_call, cuda_watch
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE

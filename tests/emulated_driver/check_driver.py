@@ -13,7 +13,7 @@ import torch
 from cuda import core
 from cuda.bindings import driver
 
-from embforge.codegen.targets.simt import compile_image
+from embforge.codegen.targets.simt.toolchain import compile_image
 from emulated_driver import control, torch_cuda
 from emulated_driver.build import SIGNS
 from emulated_driver.cases import untouched

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embforge.cases import Case
-from embforge.codegen.targets.cuda_launch import launch_of, shape_of
+from embforge.codegen.targets.cuda.launch import launch_of, shape_of
 from embforge.launch import forward_call
 from embforge.launch.cuda import CudaForward
 from embforge.launch.metadata import metadata_of

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 
 from embforge.cases import Case
 from embforge.codegen.errors import LaunchError, ToolchainError
-from embforge.codegen.targets.cuda_launch import launch_of
+from embforge.codegen.targets.cuda.launch import launch_of
 from embforge.launch import cuda_kernels, forward_call
 from embforge.launch.cuda import CudaForward
 from embforge.launch.cuda_errors import REASONS

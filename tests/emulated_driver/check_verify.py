@@ -17,8 +17,8 @@ from embforge.codegen.build import Built
 from embforge.cli.main import main
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.cuda_launch import long_symbols, main_symbols
-from embforge.codegen.targets.simt import compile_image
+from embforge.codegen.targets.cuda.launch import long_symbols, main_symbols
+from embforge.codegen.targets.simt.toolchain import compile_image
 from embforge.launch import building, kernels
 from emulated_driver import control
 

@@ -13,8 +13,8 @@ import numpy
 from numpy.typing import NDArray
 
 from embforge.codegen.cache import Recipe, fetch, key_of
-from embforge.codegen.targets.arch import DEFAULT_ARCH
-from embforge.codegen.targets.simt import compile_image, image_fingerprint
+from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
+from embforge.codegen.targets.simt.toolchain import compile_image, image_fingerprint
 from embforge.launch.simt_abi import BUG, DONE, Counted, Image, Region, SimtReport, load_image
 from embforge.launch.simt_report import Frame, frames_at
 

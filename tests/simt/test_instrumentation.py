@@ -16,8 +16,8 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.simt import IMAGE_FLAGS
-from embforge.codegen.targets.simt_image import image_source
+from embforge.codegen.targets.simt.toolchain import IMAGE_FLAGS
+from embforge.codegen.targets.simt.image import image_source
 
 HEADERS = Path(__file__).parents[2] / "templates" / "simt"
 CALL = re.compile(r"\s*(?:(?P<result>[^=]+) = )?(?P<function>[\w:<>, ]+) \((?P<arguments>.*)\);")

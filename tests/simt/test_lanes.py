@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.lanes import count_other, count_ours, draw, misses
 from benchmarks.warp_per_bag import KERNEL, warp_per_bag_text
-from embforge.codegen.targets.nvrtc import compile_cubin
+from embforge.codegen.targets.cuda.nvrtc import compile_cubin
 
 
 @pytest.mark.parametrize(("spec", "size"), [("dlrm", 256), ("mixed", 64)])

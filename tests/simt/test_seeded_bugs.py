@@ -15,8 +15,8 @@ from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.arch import DEFAULT_ARCH
-from embforge.codegen.targets.simt import compile_image, twin_of
+from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
+from embforge.codegen.targets.simt.toolchain import compile_image, twin_of
 from embforge.inputs import Batch
 from embforge.launch import reference
 from embforge.launch.metadata import metadata_of

@@ -9,8 +9,8 @@ from embforge.codegen import stages
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import Argument
 from embforge.codegen.stages import STAGES, stage_arguments
-from embforge.codegen.targets.arch import Arch, arch_named
-from embforge.codegen.targets.cpu_stages import stage_types, word_enums
+from embforge.codegen.targets.cuda.arch import Arch, arch_named
+from embforge.codegen.targets.cpu.stages import stage_types, word_enums
 
 THREADS = 128
 """Of a block of any stage."""

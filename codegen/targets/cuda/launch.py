@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS
-from embforge.codegen.targets.arch import MAX_STATIC_SHARED
-from embforge.codegen.targets.cuda_geometry import (
+from embforge.codegen.targets.cuda.arch import MAX_STATIC_SHARED
+from embforge.codegen.targets.cuda.geometry import (
     OTHER_SHARED,
     BucketGeometry,
     cuda_params,
@@ -21,7 +21,7 @@ from embforge.codegen.targets.cuda_geometry import (
     run_of,
     trains,
 )
-from embforge.codegen.targets.cuda_long import long_geometry
+from embforge.codegen.targets.cuda.long_bags import long_geometry
 
 UNIT = CHUNK * CHUNK
 """Ids of a long bag that one block adds up."""

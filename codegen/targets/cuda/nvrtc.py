@@ -8,7 +8,7 @@ from typing import Any
 
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import package_version
-from embforge.codegen.targets.cuda_packages import cuda_module
+from embforge.codegen.targets.cuda.packages import cuda_module
 
 FLAGS: dict[str, Any] = {"std": "c++17", "fma": False, "lineinfo": True}
 """Contraction off, no fast math: part of the semantics. Line numbers serve profilers and our own figures."""

@@ -8,17 +8,17 @@ from typing import Any
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.errors import PlanError
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.cuda_backward import bucket_facts, bucket_line, common_facts, light_blocks, sum_facts
-from embforge.codegen.targets.cuda_backward_geometry import (
+from embforge.codegen.targets.cuda.backward import bucket_facts, bucket_line, common_facts, light_blocks, sum_facts
+from embforge.codegen.targets.cuda.backward_geometry import (
     DIVIDING,
     RowBucket,
     backward_params,
     min_blocks,
     row_buckets,
 )
-from embforge.codegen.targets.cuda_backward_launch import symbol_of
-from embforge.codegen.targets.cuda_backward_shared import check_shared
-from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda.backward_launch import symbol_of
+from embforge.codegen.targets.cuda.shared_memory import check_shared
+from embforge.codegen.targets.cuda.launch import KernelLaunch
 
 KERNELS = ("dots", "shares")
 """In the order of their launches; the second only if a weighted feature divides."""

@@ -24,10 +24,10 @@ from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import HEADER_PACKAGES, Compiler, cuda_headers, find_compiler, package_version
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets import Source, Target
-from embforge.codegen.targets.arch import DEFAULT_ARCH
-from embforge.codegen.targets.cpu import numbered_log
-from embforge.codegen.targets.cuda import CUDA
-from embforge.codegen.targets.simt_image import image_source
+from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
+from embforge.codegen.targets.cpu.forward import numbered_log
+from embforge.codegen.targets.cuda.forward import CUDA
+from embforge.codegen.targets.simt.image import image_source
 
 SYSTEMS = ("linux",)
 PROCESSORS = ("x86_64", "aarch64")

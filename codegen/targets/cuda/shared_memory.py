@@ -6,8 +6,8 @@ from embforge.codegen.errors import PlanError
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import ROW_LANES
-from embforge.codegen.targets.arch import MAX_STATIC_SHARED, WARP
-from embforge.codegen.targets.cuda_backward_geometry import RowBucket, backward_params, row_buckets, sums_rows
+from embforge.codegen.targets.cuda.arch import MAX_STATIC_SHARED, WARP
+from embforge.codegen.targets.cuda.backward_geometry import RowBucket, backward_params, row_buckets, sums_rows
 
 SCALARS = 32
 """Bytes of a stage's single numbers and of what aligns them, at most."""

@@ -15,7 +15,7 @@ from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.arch import MAX_STATIC_SHARED, arch_named
+from embforge.codegen.targets.cuda.arch import MAX_STATIC_SHARED, arch_named
 
 RUNS_WANTED = 16
 """Blocks a feature is cut into at least, batch permitting."""

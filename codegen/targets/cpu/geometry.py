@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embforge.codegen.layout import CollectionLayout, TableLayout
-from embforge.codegen.targets.isa import Isa
+from embforge.codegen.targets.cpu.isa import Isa
 
 CACHE_LINE = 64
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.arch import arch_named, resident_threads
-from embforge.codegen.targets.cuda_backward_geometry import backward_params, row_buckets
-from embforge.codegen.targets.cuda_geometry import BIG_ROW, cuda_params, geometry_of
-from embforge.codegen.targets.cuda_launch import shape_of
-from embforge.codegen.targets.cuda_long import long_geometry
-from embforge.codegen.targets.cuda_packages import INSTALL, cuda_module
-from embforge.codegen.targets.cuda_stages import THREADS
+from embforge.codegen.targets.cuda.arch import arch_named, resident_threads
+from embforge.codegen.targets.cuda.backward_geometry import backward_params, row_buckets
+from embforge.codegen.targets.cuda.geometry import BIG_ROW, cuda_params, geometry_of
+from embforge.codegen.targets.cuda.launch import shape_of
+from embforge.codegen.targets.cuda.long_bags import long_geometry
+from embforge.codegen.targets.cuda.packages import INSTALL, cuda_module
+from embforge.codegen.targets.cuda.stages import THREADS
 
 LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
 LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7

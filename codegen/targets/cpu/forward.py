@@ -21,10 +21,10 @@ from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import arguments_of, prototype
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets import Source, Target
-from embforge.codegen.targets.cpu_backward import backward_facts, reduce_facts, weight_gradient_facts
-from embforge.codegen.targets.cpu_geometry import lies_in_cache, rows_at_once, streams_results, touched_bytes
-from embforge.codegen.targets.cpu_stages import stage_facts
-from embforge.codegen.targets.isa import FLAGS, isa_of
+from embforge.codegen.targets.cpu.backward import backward_facts, reduce_facts, weight_gradient_facts
+from embforge.codegen.targets.cpu.geometry import lies_in_cache, rows_at_once, streams_results, touched_bytes
+from embforge.codegen.targets.cpu.stages import stage_facts
+from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
 BAG_OVERHEAD_BYTES = 64
 """What starting a bag costs, in bytes of rows that could have been read meanwhile."""

@@ -9,7 +9,7 @@ from embforge.codegen import stages
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.stages import STAGES, StagePlan, stage_arguments, stage_prototype
-from embforge.codegen.targets.isa import FLAGS, isa_of
+from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
 
 def word_enums() -> list[tuple[str, tuple[str, ...]]]:

@@ -15,7 +15,7 @@ from embforge.codegen.params import CudaBackwardParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Rule
-from embforge.codegen.targets.arch import WARP, arch_named
+from embforge.codegen.targets.cuda.arch import WARP, arch_named
 
 BASE_THREADS = 256
 GOOD_USE = 0.8

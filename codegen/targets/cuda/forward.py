@@ -14,10 +14,10 @@ from embforge.codegen.render import render
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.signature import METADATA_WORDS, MISTAKES, STATUS_WORDS, arguments_of, prototype
 from embforge.codegen.targets import Source, Target
-from embforge.codegen.targets.arch import Arch, arch_named
-from embforge.codegen.targets.cuda_backward import backward_facts
-from embforge.codegen.targets.cuda_backward_weights import weight_gradient_facts
-from embforge.codegen.targets.cuda_geometry import (
+from embforge.codegen.targets.cuda.arch import Arch, arch_named
+from embforge.codegen.targets.cuda.backward import backward_facts
+from embforge.codegen.targets.cuda.weight_gradient import weight_gradient_facts
+from embforge.codegen.targets.cuda.geometry import (
     RUNS_WANTED,
     BucketGeometry,
     copy_sizes,
@@ -29,7 +29,7 @@ from embforge.codegen.targets.cuda_geometry import (
     stage_sizes,
     trains,
 )
-from embforge.codegen.targets.cuda_launch import (
+from embforge.codegen.targets.cuda.launch import (
     QUEUE_COUNTERS,
     UNIT_BITS,
     long_symbols,
@@ -37,10 +37,10 @@ from embforge.codegen.targets.cuda_launch import (
     scratch_width,
     widest_pooled,
 )
-from embforge.codegen.targets.cuda_long import LongGeometry, LongKind, long_geometry
-from embforge.codegen.targets.cuda_stages import stage_facts
-from embforge.codegen.targets.nvrtc import compile_cubin, nvrtc_fingerprint
-from embforge.codegen.targets.sass import kernel_resources
+from embforge.codegen.targets.cuda.long_bags import LongGeometry, LongKind, long_geometry
+from embforge.codegen.targets.cuda.stages import stage_facts
+from embforge.codegen.targets.cuda.nvrtc import compile_cubin, nvrtc_fingerprint
+from embforge.codegen.targets.cuda.sass import kernel_resources
 
 LOAD_HINT = {"no_allocate": ".L1::no_allocate", "evict_last": ".L1::evict_last", "default": ""}
 CONSTANT_MEMORY = 60 * 1024

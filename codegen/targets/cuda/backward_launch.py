@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
-from embforge.codegen.targets.arch import WARP
-from embforge.codegen.targets.cuda_backward_geometry import (
+from embforge.codegen.targets.cuda.arch import WARP
+from embforge.codegen.targets.cuda.backward_geometry import (
     backward_params,
     is_row_wise,
     key_dtype,
@@ -22,7 +22,7 @@ from embforge.codegen.targets.cuda_backward_geometry import (
     scaled_width,
     scales_sequence,
 )
-from embforge.codegen.targets.cuda_launch import KernelLaunch
+from embforge.codegen.targets.cuda.launch import KernelLaunch
 
 KERNELS = ("prepare", "gradients", "resolve", "runs", "chunks", "levels", "rows")
 """Of a backward and a reduction, in stream order; torch sorts before `resolve` and sums up before `runs`."""

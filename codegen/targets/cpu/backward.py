@@ -15,8 +15,8 @@ from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
 from embforge.codegen.signature import UPDATE_METADATA_WORDS, arguments_of, prototype
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.cpu_geometry import lies_in_cache, touched_bytes
-from embforge.codegen.targets.isa import FLAGS, isa_of
+from embforge.codegen.targets.cpu.geometry import lies_in_cache, touched_bytes
+from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
 EXPONENT = {"fp32": "0x7f800000", "fp16": "0x7c00", "bf16": "0x7f80"}
 """The bits that are all ones in numbers that are not finite."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from embforge.codegen.plan import Plan
 from embforge.codegen.semantics import CHUNK
-from embforge.codegen.targets.arch import arch_named
-from embforge.codegen.targets.cuda_geometry import (
+from embforge.codegen.targets.cuda.arch import arch_named
+from embforge.codegen.targets.cuda.geometry import (
     BIG_ROW,
     OTHER_SHARED,
     BucketGeometry,

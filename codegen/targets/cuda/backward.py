@@ -18,8 +18,8 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
 from embforge.codegen.signature import MISTAKES, STATUS_WORDS, UPDATE_METADATA_WORDS, arguments_of
-from embforge.codegen.targets.arch import arch_named
-from embforge.codegen.targets.cuda_backward_geometry import (
+from embforge.codegen.targets.cuda.arch import arch_named
+from embforge.codegen.targets.cuda.backward_geometry import (
     RowBucket,
     backward_params,
     is_row_wise,
@@ -35,8 +35,8 @@ from embforge.codegen.targets.cuda_backward_geometry import (
     scales_sequence,
     sums_rows,
 )
-from embforge.codegen.targets.cuda_backward_launch import EACH, KERNELS, BackwardShape, backward_shape, symbol_of
-from embforge.codegen.targets.cuda_backward_shared import check_shared
+from embforge.codegen.targets.cuda.backward_launch import EACH, KERNELS, BackwardShape, backward_shape, symbol_of
+from embforge.codegen.targets.cuda.shared_memory import check_shared
 
 TITLES = {
     "backward": "Fused backward and update of embedding rows",

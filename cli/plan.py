@@ -23,11 +23,11 @@ from embforge.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from embforge.codegen.sharding.auto import Choice
-    from embforge.codegen.sharding.cost import Step
+    from embforge.codegen.planner.search import Choice
+    from embforge.codegen.planner.cost import Step
     from embforge.codegen.sharding.kinds import ShardPlan
-    from embforge.codegen.sharding.simulate import Simulation
-    from embforge.codegen.sharding.topology import Topology
+    from embforge.codegen.planner.simulate import Simulation
+    from embforge.codegen.planner.topology import Topology
     from embforge.codegen.spec import CollectionSpec
 
 KIND_NAMES = ("data_parallel", "table_wise", "row_wise", "column_wise", "grid", "hierarchical")
@@ -133,9 +133,9 @@ def plan(
     if spec_text is None:
         _print_measured(as_json)
         return
-    from embforge.codegen.sharding.constants import with_tuned
-    from embforge.codegen.sharding.simulate import assumptions
-    from embforge.codegen.sharding.topology import load_topology
+    from embforge.codegen.planner.constants import with_tuned
+    from embforge.codegen.planner.simulate import assumptions
+    from embforge.codegen.planner.topology import load_topology
 
     spec = load_spec(spec_text)
     step = _step(spec, **step_words)
@@ -166,7 +166,7 @@ def plan(
 def _calibrate(ranks: int | None) -> Topology:
     with waiting("loading torch"):
         from embforge.sharded.calibrate import calibrate as measure
-    from embforge.codegen.sharding.topology import save_calibrated
+    from embforge.codegen.planner.topology import save_calibrated
 
     with stage_bar() as tell:
         found = measure(ranks, tell=tell)
@@ -176,7 +176,7 @@ def _calibrate(ranks: int | None) -> Topology:
 
 
 def _print_measured(as_json: bool) -> None:
-    from embforge.codegen.sharding.topology import calibrated_path
+    from embforge.codegen.planner.topology import calibrated_path
 
     if as_json:
         print_json({"topology": str(calibrated_path())})
@@ -194,8 +194,8 @@ def _step(
     duplicates: Any,
     pools: Any,
 ) -> Step:
-    from embforge.codegen.sharding.access import Access
-    from embforge.codegen.sharding.cost import Step
+    from embforge.codegen.planner.access import Access
+    from embforge.codegen.planner.cost import Step
     from embforge.codegen.sharding.traffic import Wire
     from embforge.codegen.training import update_named
     from embforge.tuner import workload as workloads
@@ -239,9 +239,9 @@ def _plan(
     given: ShardPlan | None,
     constraints: dict[str, tuple[str, ...]],
 ) -> Planned:
-    from embforge.codegen.sharding.auto import choose
+    from embforge.codegen.planner.search import choose
     from embforge.codegen.sharding.placement import place
-    from embforge.codegen.sharding.simulate import simulate
+    from embforge.codegen.planner.simulate import simulate
 
     chosen = None
     if given is None:

@@ -30,7 +30,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
 import embforge as ef
-from embforge.codegen.sharding.topology import load_topology
+from embforge.codegen.planner.topology import load_topology
 from embforge.sharded import Formats, PrefetchedBatches, ShardedEmbeddingCollection, ShardPlan
 
 PLANS = ("auto", "data_parallel", "table_wise", "row_wise", "column_wise", "grid", "hierarchical")

@@ -29,7 +29,7 @@ from embforge.codegen.manifest import find_kernel, read_manifest
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.sharding.kinds import ShardPlan
-from embforge.codegen.sharding.topology import load_topology
+from embforge.codegen.planner.topology import load_topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.training import numbers_named, update_named
 from embforge.codegen.tuned.document import read_records, to_json

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join
 
 import embforge as ef
-from embforge.codegen.sharding.topology import Link, Topology
+from embforge.codegen.planner.topology import Link, Topology
 from embforge.sharded import PrefetchedBatches, RowWise, ShardPlan
 from embforge.sharded.comm import Ranks
 

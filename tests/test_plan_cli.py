@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from embforge.cli.main import main
 from embforge.codegen.sharding.kinds import ShardPlan
-from embforge.codegen.sharding.topology import calibrated_path, load_topology, save_calibrated
+from embforge.codegen.planner.topology import calibrated_path, load_topology, save_calibrated
 
 TINY = """
 [[table]]

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import layout_of
-from embforge.codegen.sharding.access import Access
-from embforge.codegen.sharding.auto import choose
-from embforge.codegen.sharding.constants import with_tuned
-from embforge.codegen.sharding.cost import METRICS, Costs, Step, costs_of, loads_of
+from embforge.codegen.planner.access import Access
+from embforge.codegen.planner.search import choose
+from embforge.codegen.planner.constants import with_tuned
+from embforge.codegen.planner.cost import METRICS, Costs, Step, costs_of, loads_of
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.kinds import KINDS, DataParallel, ShardPlan, TableWise
-from embforge.codegen.sharding.memory import check_memory, size
+from embforge.codegen.planner.memory import check_memory, size
 from embforge.codegen.sharding.placement import place
-from embforge.codegen.sharding.simulate import simulate
-from embforge.codegen.sharding.topology import Link, Topology, load_topology, topology_from
+from embforge.codegen.planner.simulate import simulate
+from embforge.codegen.planner.topology import Link, Topology, load_topology, topology_from
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.training import update_named
 

@@ -14,13 +14,13 @@ from ranks import run_ranks
 
 import embforge as ef
 from embforge.codegen.errors import PlanError
-from embforge.codegen.sharding.access import Access, access_of
-from embforge.codegen.sharding.cost import Step, costs_of, loads_of
+from embforge.codegen.planner.access import Access, access_of
+from embforge.codegen.planner.cost import Step, costs_of, loads_of
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.kinds import ColumnWise, Grid, Hierarchical, RowWise, ShardPlan, TableWise
 from embforge.codegen.sharding.placement import place
-from embforge.codegen.sharding.simulate import sent_bytes
-from embforge.codegen.sharding.topology import load_topology
+from embforge.codegen.planner.simulate import sent_bytes
+from embforge.codegen.planner.topology import load_topology
 from embforge.codegen.sharding.traffic import Counted, Wire, count_ids, row_bytes, traffic_of
 from embforge.codegen.training import update_named
 

@@ -8,10 +8,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from embforge.codegen.sharding.auto import Choice, describe
+from embforge.codegen.planner.search import Choice, describe
 from embforge.codegen.sharding.kinds import ShardPlan
-from embforge.codegen.sharding.memory import size
-from embforge.codegen.sharding.simulate import Simulation, Spread
+from embforge.codegen.planner.memory import size
+from embforge.codegen.planner.simulate import Simulation, Spread
 from embforge.codegen.spec import CollectionSpec
 
 

@@ -15,7 +15,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from embforge.codegen.sharding.topology import Topology
+    from embforge.codegen.planner.topology import Topology
 
 By = Literal["modulo", "block"]
 BYS: tuple[str, ...] = get_args(By)
@@ -149,7 +149,7 @@ class ShardPlan:
     @classmethod
     def auto(cls, spec: CollectionSpec, topology: Topology, **options: Any) -> ShardPlan:
         """The plan that the cost model expects to be fastest among those that fit; see `sharding/auto.py`."""
-        from embforge.codegen.sharding.auto import auto_plan
+        from embforge.codegen.planner.search import auto_plan
 
         return auto_plan(spec, topology, **options)
 

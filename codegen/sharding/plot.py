@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from embforge.codegen.sharding.cost import PHASES
-from embforge.codegen.sharding.simulate import Simulation
+from embforge.codegen.planner.cost import PHASES
+from embforge.codegen.planner.simulate import Simulation
 
 WIDTH = 980
 PANEL_WIDTH, PANEL_HEIGHT = 400, 200

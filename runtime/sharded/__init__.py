@@ -19,7 +19,7 @@ _HOME = {
     "ShardPlan": "embforge.codegen.sharding.kinds",
     "ShardedEmbeddingCollection": "embforge.sharded.collection",
     "TableWise": "embforge.codegen.sharding.kinds",
-    "Topology": "embforge.codegen.sharding.topology",
+    "Topology": "embforge.codegen.planner.topology",
     "VocabParallelEmbedding": "embforge.sharded.vocab_parallel",
 }
 

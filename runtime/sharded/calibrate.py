@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from embforge.codegen.errors import PlanError
-from embforge.codegen.sharding.topology import LOCAL, Link, Topology
+from embforge.codegen.planner.topology import LOCAL, Link, Topology
 from embforge.codegen.tuned.hardware import gpu_hardware, this_cpu
 
 Progress = Callable[[str, int, int], None]

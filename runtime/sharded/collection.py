@@ -18,9 +18,9 @@ from embforge.chosen_device import chosen_device
 from embforge.codegen.errors import PlanError, RankError
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.kinds import ShardPlan
-from embforge.codegen.sharding.memory import check_memory
+from embforge.codegen.planner.memory import check_memory
 from embforge.codegen.sharding.placement import place
-from embforge.codegen.sharding.topology import Topology
+from embforge.codegen.planner.topology import Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.inputs import BoundsCheck, normalise, resolved, usual_bounds_check

@@ -18,10 +18,10 @@ import numpy as np
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import layout_of
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.sharding.access import Access, Floats
+from embforge.codegen.planner.access import Access, Floats
 from embforge.codegen.sharding.geometry import INT32_ROWS, SEQUENCE_POOLINGS, SUMMED_POOLINGS
 from embforge.codegen.sharding.placement import Piece, Placement, TablePlacement
-from embforge.codegen.sharding.topology import Topology
+from embforge.codegen.planner.topology import Topology
 from embforge.codegen.sharding.traffic import (
     Wire,
     header_bytes,

@@ -8,10 +8,10 @@ import numpy as np
 
 from embforge.codegen.errors import PlanError
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.sharding.cost import Loads, Share, Step, costs_of
+from embforge.codegen.planner.cost import Loads, Share, Step, costs_of
 from embforge.codegen.sharding.kinds import Kind
 from embforge.codegen.sharding.placement import Placement
-from embforge.codegen.sharding.topology import Topology
+from embforge.codegen.planner.topology import Topology
 
 REMEDY = (
     "use more ranks, split it (row_wise, column_wise or grid), take a narrower dtype or an optimizer with less state"

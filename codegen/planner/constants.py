@@ -6,11 +6,11 @@ from dataclasses import replace
 from statistics import median
 
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.sharding.access import Access
-from embforge.codegen.sharding.cost import Step, costs_of, loads_of
+from embforge.codegen.planner.access import Access
+from embforge.codegen.planner.cost import Step, costs_of, loads_of
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.placement import place
-from embforge.codegen.sharding.topology import Link, Topology
+from embforge.codegen.planner.topology import Link, Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.record import Record
 from embforge.codegen.tuned.shape import rule_named, shape_of

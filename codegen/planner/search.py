@@ -14,8 +14,8 @@ import numpy as np
 
 from embforge.codegen.errors import PlanError
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.sharding.access import Access, Floats, access_of
-from embforge.codegen.sharding.cost import Costs, Loads, Share, Step, row_of
+from embforge.codegen.planner.access import Access, Floats, access_of
+from embforge.codegen.planner.cost import Costs, Loads, Share, Step, row_of
 from embforge.codegen.sharding.kinds import (
     KINDS,
     ColumnWise,
@@ -27,9 +27,9 @@ from embforge.codegen.sharding.kinds import (
     ShardPlan,
     TableWise,
 )
-from embforge.codegen.sharding.memory import fits_not, size
+from embforge.codegen.planner.memory import fits_not, size
 from embforge.codegen.sharding.placement import COLUMN_UNIT, place_table
-from embforge.codegen.sharding.topology import Topology
+from embforge.codegen.planner.topology import Topology
 from embforge.codegen.sharding.traffic import Duplicates, Format, Pools, Wire, reductions_of
 from embforge.codegen.spec import CollectionSpec, TableSpec
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from embforge.codegen.sharding.access import Floats
-from embforge.codegen.sharding.cost import PHASES, Loads, Step, costs_of, links_of, loads_of
+from embforge.codegen.planner.access import Floats
+from embforge.codegen.planner.cost import PHASES, Loads, Step, costs_of, links_of, loads_of
 from embforge.codegen.sharding.placement import Placement
-from embforge.codegen.sharding.topology import Topology
+from embforge.codegen.planner.topology import Topology
 from embforge.codegen.training import name_of
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embforge.codegen.documents import read_json
+from embforge.codegen.reading.documents import read_json
 from embforge.codegen.errors import TunedError
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.spec import CollectionSpec

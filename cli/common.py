@@ -31,7 +31,7 @@ def load_spec(text: str) -> CollectionSpec:
     """The spec in a file, or the shipped example of that name. `SpecError` otherwise."""
     from embforge.codegen.errors import SpecError
     from embforge.codegen.spec import CollectionSpec
-    from embforge.codegen.suggestions import did_you_mean
+    from embforge.codegen.reading.suggestions import did_you_mean
 
     shipped = {Path(item.name).stem: item for item in files("embforge.specs").iterdir() if item.name.endswith(".toml")}
     path = Path(text)
@@ -96,7 +96,7 @@ def training_plans_for(
 ) -> list[Plan]:
     """All plans that training a spec by each of the rules may run, none of them twice. Overrides name fields of a
     forward or of a backward: each goes where its field is."""
-    from embforge.codegen.training import training_plans, update_named
+    from embforge.codegen.plans import training_plans, update_named
 
     forward, backward = _split_overrides(target, overrides)
     params, behind = params_of(target, forward), params_of(target, backward, "backward")

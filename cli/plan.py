@@ -197,7 +197,7 @@ def _step(
     from embforge.codegen.planner.access import Access
     from embforge.codegen.planner.cost import Step
     from embforge.codegen.sharding.traffic import Wire
-    from embforge.codegen.training import update_named
+    from embforge.codegen.plans import update_named
     from embforge.tuner import workload as workloads
 
     said = workloads.parse(workload)
@@ -218,7 +218,7 @@ def _constraints(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _given(spec: CollectionSpec, kind: str | None, plan_file: Path | None) -> ShardPlan | None:
-    from embforge.codegen.documents import DocumentError, read_json
+    from embforge.codegen.reading.documents import DocumentError, read_json
     from embforge.codegen.errors import PlanError
     from embforge.codegen.sharding.kinds import ShardPlan
 

@@ -213,7 +213,7 @@ def _refuse_idle_options(ctx: click.Context, mode: str) -> None:
 def _list(spec: CollectionSpec, on: str, train: str | None, arch: str | None, ids: str, as_json: bool) -> None:
     from embforge.cli.display.tune_tables import space_json, space_table
     from embforge.codegen.machine import host_isa
-    from embforge.codegen.training import update_named
+    from embforge.codegen.plans import update_named
     from embforge.codegen.tuned.hardware import any_gpu
     from embforge.tuner.space import space_of
 
@@ -241,7 +241,7 @@ def _estimate(
     as_json: bool,
 ) -> None:
     from embforge.cli.display.tune_tables import static_table
-    from embforge.codegen.training import update_named
+    from embforge.codegen.plans import update_named
     from embforge.tuner.estimate import FORMULA
     from embforge.tuner.seeds import save_seeds
     from embforge.tuner.static import rank

@@ -26,7 +26,7 @@ def tuned_plans_for(
 
     For this machine's hardware what its modules choose; for other archs the nearest result on hardware of that arch.
     """
-    from embforge.codegen.training import training_plans, update_named
+    from embforge.codegen.plans import training_plans, update_named
 
     found: dict[str, Plan] = {}
     why: dict[str, None] = {}  # in order, none twice

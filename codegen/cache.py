@@ -24,7 +24,7 @@ from typing import Any
 import platformdirs
 from filelock import FileLock, Timeout
 
-from embforge.codegen.documents import read_file, read_json
+from embforge.codegen.reading.documents import read_file, read_json
 from embforge.codegen.errors import CacheError
 
 CACHE_SCHEMA = "1"

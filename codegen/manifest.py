@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.cache import MOST_BYTES, sha256_of, write_atomically
-from embforge.codegen.documents import DocumentError, is_file_name, read_file, read_json, shown
+from embforge.codegen.reading.documents import DocumentError, is_file_name, read_file, read_json, shown
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import arguments_of
@@ -163,7 +163,7 @@ def gen_command(plan: Plan, directory: Path | None) -> str:
     """The command that emits exactly this plan's kernel; the spec's file is not known here, hence SPEC."""
     words = ["embforge gen SPEC", f"--target {plan.target}", f"--arch {plan.arch}", f"--ids {plan.id_dtype}"]
     if plan.op != "forward":
-        from embforge.codegen.training import SPARSE, name_of
+        from embforge.codegen.plans import SPARSE, name_of
 
         rule = SPARSE if plan.update is None else name_of(plan.update) or "RULE.json"
         words.append(f"--train {rule}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from embforge.codegen.errors import PlanError
-from embforge.codegen.suggestions import did_you_mean
+from embforge.codegen.reading.suggestions import did_you_mean
 
 
 def tunable(default: Any, choices: tuple[Any, ...], doc: str, covered: tuple[Any, ...] | None = None) -> Any:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from embforge.codegen.buckets import Bucket, buckets_of
-from embforge.codegen.documents import DocumentError, parse_json
+from embforge.codegen.reading.documents import DocumentError, parse_json
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import CollectionLayout, layout_of

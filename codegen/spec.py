@@ -18,12 +18,12 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ar
 from pydantic import BeforeValidator, ConfigDict, Strict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from embforge.codegen.documents import DocumentError, parse_toml, read_file, shown, text_of
+from embforge.codegen.reading.documents import DocumentError, parse_toml, read_file, shown, text_of
 from embforge.codegen.dtypes import OutputDtype, TableDtype, dtype_named
 from embforge.codegen.errors import SpecError
-from embforge.codegen.numbers import WHOLE_NUMBER_FORMS, whole_number
-from embforge.codegen.suggestions import did_you_mean, listed
-from embforge.codegen.toml_lines import lines_of
+from embforge.codegen.reading.numbers import WHOLE_NUMBER_FORMS, whole_number
+from embforge.codegen.reading.suggestions import did_you_mean, listed
+from embforge.codegen.reading.toml_lines import lines_of
 
 Pooling = Literal["sum", "mean", "sqrtn", "max", "concat", "none"]
 Storage = Literal["static"]

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
-from embforge.codegen.numbers import WHOLE_NUMBER_TEXT
+from embforge.codegen.reading.numbers import WHOLE_NUMBER_TEXT
 from embforge.codegen.spec import (
     MAX_DIM,
     MAX_HOTNESS,

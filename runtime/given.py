@@ -14,7 +14,7 @@ from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.errors import MissingKernelError, ToolchainError
 from embforge.codegen.params import params_type
 from embforge.codegen.spec import MAX_DIM, MAX_ROWS, CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.training import training_plans
+from embforge.codegen.plans import training_plans
 from embforge.launch.kernels import Kernel, Program, kernel_of
 
 _NAME_OF: dict[torch.dtype, str] = {getattr(torch, DTYPES[name].torch_name): name for name in TABLE_DTYPES}

@@ -17,7 +17,7 @@ from embforge.codegen.errors import RuleError
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Extent, Rounding, Rule, State, Update
-from embforge.codegen.suggestions import did_you_mean, listed
+from embforge.codegen.reading.suggestions import did_you_mean, listed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from embforge.archive import read_arrays
 from embforge.codegen.cache import write_atomically
-from embforge.codegen.documents import DocumentError, parse_json, shown
+from embforge.codegen.reading.documents import DocumentError, parse_json, shown
 from embforge.codegen.errors import WorkloadError
 from embforge.codegen.spec import MAX_ROWS
 

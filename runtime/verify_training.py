@@ -12,7 +12,7 @@ from embforge import optim
 from embforge.codegen.errors import KernelBugError, RuleError
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import numbers_named, update_named
+from embforge.codegen.plans import numbers_named, update_named
 from embforge.training_run import Trained, bits_of, training_run
 from embforge.verify import VerifyRow
 

@@ -31,7 +31,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.planner.topology import load_topology
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import numbers_named, update_named
+from embforge.codegen.plans import numbers_named, update_named
 from embforge.codegen.tuned.document import read_records, to_json
 from embforge.codegen.tuned.stores import read_file as read_stored
 from embforge.trace_file import read_trace

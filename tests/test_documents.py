@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from loaders import LOADERS, PARTS, archive
 
-from embforge.codegen.documents import MOST_DEPTH, DocumentError, parse_json, parse_toml, read_file, shown
+from embforge.codegen.reading.documents import MOST_DEPTH, DocumentError, parse_json, parse_toml, read_file, shown
 from embforge.codegen.errors import MissingKernelError, WorkloadError
 from embforge.trace_file import read_trace
 

@@ -21,7 +21,7 @@ from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
-from embforge.codegen.training import training_plans, update_named
+from embforge.codegen.plans import training_plans, update_named
 
 
 def renamed(spec: CollectionSpec) -> CollectionSpec:

@@ -26,7 +26,7 @@ from embforge.codegen.sharding.placement import place
 from embforge.codegen.planner.simulate import simulate
 from embforge.codegen.planner.topology import Link, Topology, load_topology, topology_from
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.training import update_named
+from embforge.codegen.plans import update_named
 
 SPEC = CollectionSpec(
     [

@@ -22,7 +22,7 @@ from embforge.codegen.sharding.placement import place
 from embforge.codegen.planner.simulate import sent_bytes
 from embforge.codegen.planner.topology import load_topology
 from embforge.codegen.sharding.traffic import Counted, Wire, count_ids, row_bytes, traffic_of
-from embforge.codegen.training import update_named
+from embforge.codegen.plans import update_named
 
 SPEC = ef.CollectionSpec(
     [

@@ -12,7 +12,7 @@ from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, 
 
 from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.training import update_named
+from embforge.codegen.plans import update_named
 from embforge.codegen.tuned import stores
 from embforge.codegen.tuned.choose import LIMIT, Choice, choose
 from embforge.codegen.tuned.hardware import any_cpu, any_gpu, gpu_hardware

@@ -28,7 +28,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import target_named
-from embforge.codegen.training import update_named
+from embforge.codegen.plans import update_named
 from embforge.launch.kernels import Program, load_kernel
 from embforge.tuner import bench_judge
 from embforge.tuner.bench_judge import BenchJudge, JudgeError

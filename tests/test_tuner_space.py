@@ -29,7 +29,7 @@ from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.targets.cpu.isa import ISAS
-from embforge.codegen.training import update_named
+from embforge.codegen.plans import update_named
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.record import Hardware
 from embforge.launch.cpu import CpuForward

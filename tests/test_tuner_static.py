@@ -22,7 +22,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import ARCHS
-from embforge.codegen.training import update_named
+from embforge.codegen.plans import update_named
 from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.stores import read_stores

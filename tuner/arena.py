@@ -18,7 +18,7 @@ from embforge.codegen.params import ReferenceParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import name_of
+from embforge.codegen.plans import name_of
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, load_kernel

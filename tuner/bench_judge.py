@@ -20,7 +20,7 @@ from embforge.codegen.errors import CompileError, EmbforgeError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
-from embforge.codegen.training import keeps_for_backward
+from embforge.codegen.plans import keeps_for_backward
 from embforge.tuner.builder import summary
 from embforge.tuner.judge import Cache
 from embforge.tuner.ledger import STARTING, TIMING, VERIFYING, WAITING

@@ -16,7 +16,7 @@ from torch import Tensor
 from embforge.cases import Case, draw_batch
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
-from embforge.codegen.training import keeps_for_backward
+from embforge.codegen.plans import keeps_for_backward
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.reference_backward import put_rows

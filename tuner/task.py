@@ -18,7 +18,7 @@ from embforge.codegen.params import Params, params_from
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import update_named
+from embforge.codegen.plans import update_named
 from embforge.codegen.tuned.choose import choose, key_of
 from embforge.codegen.tuned.hardware import gpu_hardware
 from embforge.codegen.tuned.record import Hardware, Key

@@ -12,7 +12,7 @@ from embforge.codegen.planner.access import Floats
 from embforge.codegen.planner.cost import PHASES, Loads, Step, costs_of, links_of, loads_of
 from embforge.codegen.sharding.placement import Placement
 from embforge.codegen.planner.topology import Topology
-from embforge.codegen.training import name_of
+from embforge.codegen.plans import name_of
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.cache import write_atomically
-from embforge.codegen.documents import DocumentError, read_toml, shown
+from embforge.codegen.reading.documents import DocumentError, read_toml, shown
 from embforge.codegen.errors import PlanError
-from embforge.codegen.suggestions import did_you_mean
+from embforge.codegen.reading.suggestions import did_you_mean
 from embforge.codegen.tuned.stores import user_dir
 
 GB = 1e9

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from embforge.codegen.documents import shown
+from embforge.codegen.reading.documents import shown
 from embforge.codegen.errors import PlanError
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.suggestions import did_you_mean
+from embforge.codegen.reading.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from embforge.codegen.planner.topology import Topology

@@ -17,7 +17,7 @@ from typing import Any
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.params import Params, params_type
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import SPARSE
+from embforge.codegen.plans import SPARSE
 from embforge.codegen.tuned.document import TARGETS, params_of
 from embforge.codegen.tuned.record import Hardware, Key, Record, Traffic
 from embforge.codegen.tuned.shape import USUAL_BATCH, bucket_of, shape_of

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from embforge.codegen.documents import DocumentError, parse_json, read_file
+from embforge.codegen.reading.documents import DocumentError, parse_json, read_file
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError, TunedError
 from embforge.codegen.params import params_from

@@ -12,7 +12,7 @@ from embforge.codegen.buckets import POOLING_CLASS
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import SPARSE, name_of
+from embforge.codegen.plans import SPARSE, name_of
 from embforge.codegen.tuned.record import Key, Shape, Traffic
 
 DIGEST_DIGITS = 16

@@ -13,7 +13,7 @@ from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import HYPER, Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import training_plans
+from embforge.codegen.plans import training_plans
 from embforge.launch.grouped import Part, grouped_text
 from embforge.launch.kernels import Program
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.training import training_plans
+from embforge.codegen.plans import training_plans
 from embforge.inputs import Batch, resolved
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program

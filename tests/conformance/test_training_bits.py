@@ -14,7 +14,7 @@ from backends import available
 import embforge as ef
 from embforge.codegen.params import CudaParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.training import training_plans
+from embforge.codegen.plans import training_plans
 from embforge.training_run import Trained, bits_of, training_run
 
 STEPS, FEW_STEPS = 50, 12

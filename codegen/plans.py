@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from embforge.codegen.documents import DocumentError, read_json
+from embforge.codegen.reading.documents import DocumentError, read_json
 from embforge.codegen.errors import RuleError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import Params, params_type
@@ -16,7 +16,7 @@ from embforge.codegen.rules import builtin
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
-from embforge.codegen.suggestions import did_you_mean
+from embforge.codegen.reading.suggestions import did_you_mean
 from embforge.codegen.targets import check_plan
 
 RULES: dict[str, Callable[[], Rule]] = {

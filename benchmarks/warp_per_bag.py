@@ -29,7 +29,7 @@ LOADS = (16, 8, 4, 2, 1)
 
 def warp_per_bag_text() -> str:
     """The kernel's CUDA text, behind the primitives that embforge's own kernels use."""
-    primitives = render("cuda/primitives.cu.j2", {"load_hint": "", "load_bytes": LOADS, "conversions": ()})
+    primitives = render("cuda/common/primitives.cu.j2", {"load_hint": "", "load_bytes": LOADS, "conversions": ()})
     return primitives + "\n" + (Path(__file__).parent / "warp_per_bag.cu").read_text("utf-8")
 
 

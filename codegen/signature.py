@@ -114,9 +114,9 @@ _SORTED: tuple[Argument, ...] = (
     Argument("chosen", "int64_t*", "address of its winners, 0: no max; null if no feature is a max", GPU_TARGETS),
     Argument("run_begin", "int32_t*", "num_values + 1 borders of runs", GPU_TARGETS),
     Argument("waiting", "int32_t*", "runs that are worked on last, see codegen/targets/cuda/backward.py", GPU_TARGETS),
-    Argument("words", "int64_t*", "counters and borders, see templates/cuda/occurrences.cu.j2", GPU_TARGETS),
+    Argument("words", "int64_t*", "counters and borders, see templates/cuda/backward/occurrences.cu.j2", GPU_TARGETS),
     Argument("scaled", "float*", "gradients that were divided or converted; null if none is", GPU_TARGETS),
-    Argument("partials", "float*", "partial sums of long runs, see templates/cuda/items.cu.j2", GPU_TARGETS),
+    Argument("partials", "float*", "partial sums of long runs, see templates/cuda/backward/items.cu.j2", GPU_TARGETS),
     Argument("level", "int64_t", "of the partial sums that a launch makes", GPU_TARGETS),
 )
 """Work space of kernels whose keys torch sorts and whose heads torch sums up, between launches."""

@@ -266,7 +266,7 @@ def test_no_room_anywhere_is_our_own_error(fresh_cache: Path, monkeypatch: pytes
 def test_damaged_bytecode_of_a_template_is_translated_again(fresh_cache: Path) -> None:
     from embforge.codegen.render import _environment
 
-    name, environment = "cpu/forward.cpp.j2", _environment.__wrapped__()
+    name, environment = "cpu/forward/forward.cpp.j2", _environment.__wrapped__()
     environment.get_template(name)
     (path,) = (fresh_cache / "templates").iterdir()
     good = path.read_bytes()

@@ -47,7 +47,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     fake = Target(
         name="cpu",
-        sources={"forward": Source("cpu/forward.cpp.j2", lambda plan: {})},
+        sources={"forward": Source("cpu/forward/forward.cpp.j2", lambda plan: {})},
         source_suffix=".cpp",
         binary_suffix=".so",
         compile=compile_,

@@ -129,7 +129,7 @@ def test_conversions_that_the_architecture_lacks_are_arithmetic_in_the_text(arch
 
 
 def test_the_executor_has_the_same_primitives() -> None:
-    text = (ROOT / "templates/simt/primitives.h").read_text("utf-8")
+    text = (ROOT / "templates/emulator/primitives.h").read_text("utf-8")
     assert {name for name, _, _ in FUNCTION.findall(text)} == set(PRIMITIVES)
 
 

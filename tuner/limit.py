@@ -1,7 +1,7 @@
 """How fast the machine can move the rows of a batch at all: one frame for every such limit, and the gather limit.
 
 A limit is a contender like any other: a bare loop, compiled as our kernels are, over the very tables of the module
-under test, on torch's thread pool. `templates/cpu/gather_limit.cpp.j2` reads the rows that a lookup reads and only
+under test, on torch's thread pool. `templates/cpu/limits/gather_limit.cpp.j2` reads the rows that a lookup reads and only
 XORs them; the update limit of a training step is in `tuner/update_limit.py`.
 """
 
@@ -29,7 +29,7 @@ from embforge.launch.cpu import torch_parallel_for
 from embforge.tuner.measure import measure
 from embforge.tuner.workload import Batch
 
-TEMPLATE = "cpu/gather_limit.cpp.j2"
+TEMPLATE = "cpu/limits/gather_limit.cpp.j2"
 DISTANCES = (0, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Bytes of rows requested ahead that the sweep tries, into the first and into the second cache."""
 SERIAL_IDS = 20_000

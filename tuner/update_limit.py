@@ -1,6 +1,6 @@
 """The machine's update limit: how fast the rows that a training step changes can be read and written back at all.
 
-`templates/cpu/update_limit.cpp.j2` adds a constant to every distinct row of a batch, once. The constant is 0, so that
+`templates/cpu/limits/update_limit.cpp.j2` adds a constant to every distinct row of a batch, once. The constant is 0, so that
 the tables of the module under test stay as they are; neither the compiler nor the processor knows.
 """
 
@@ -20,7 +20,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.tuner.limit import Limit, Work, common_facts, compiled, metadata_of
 from embforge.tuner.workload import Batch, Ints
 
-TEMPLATE = "cpu/update_limit.cpp.j2"
+TEMPLATE = "cpu/limits/update_limit.cpp.j2"
 ELEMENTS = {4: "float", 2: "uint16_t", 1: "uint8_t"}
 """What is added, by the bytes of an element: a limit does not convert."""
 

@@ -48,7 +48,7 @@ class Kind:
 
 
 def reduce_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/backward.cpp.j2` names, for a reduction."""
+    """Everything `cpu/backward/backward.cpp.j2` names, for a reduction."""
     layout = plan.layout
     by_table = [[f for f in layout.features if f.table_index == index] for index in range(len(layout.tables))]
     kinds = [_kind_of(using) for using in by_table]
@@ -75,7 +75,7 @@ def reduce_facts(plan: Plan) -> dict[str, Any]:
 
 
 def backward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/backward.cpp.j2` names, for a reduction with an update behind it."""
+    """Everything `cpu/backward/backward.cpp.j2` names, for a reduction with an update behind it."""
     update = plan.update
     assert update is not None
     any_narrow = any(table.dtype != "fp32" for table in plan.spec.tables)
@@ -92,7 +92,7 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
 
 
 def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/weight_gradient.cpp.j2` names."""
+    """Everything `cpu/backward/weight_gradient.cpp.j2` names."""
     layout = plan.layout
     features = _features(plan.spec, layout)
     for facts, placed in zip(features, layout.features, strict=True):

@@ -31,7 +31,7 @@ BAG_OVERHEAD_BYTES = 64
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/forward.cpp.j2` names."""
+    """Everything `cpu/forward/forward.cpp.j2` names."""
     isa, params = isa_of(plan), _params(plan)
     buckets = {f.index: b for b in plan.buckets for f in b.features}
     return {
@@ -146,12 +146,12 @@ def _rows_ahead(plan: Plan, placed: FeatureLayout, bucket: Bucket) -> int:
 CPU = Target(
     name="cpu",
     sources={
-        "forward": Source("cpu/forward.cpp.j2", facts),
-        "forward_train": Source("cpu/forward.cpp.j2", facts),
-        "backward": Source("cpu/backward.cpp.j2", backward_facts),
-        "reduce": Source("cpu/backward.cpp.j2", reduce_facts),
-        "weight_gradient": Source("cpu/weight_gradient.cpp.j2", weight_gradient_facts),
-        "stages": Source("cpu/stages.cpp.j2", stage_facts),
+        "forward": Source("cpu/forward/forward.cpp.j2", facts),
+        "forward_train": Source("cpu/forward/forward.cpp.j2", facts),
+        "backward": Source("cpu/backward/backward.cpp.j2", backward_facts),
+        "reduce": Source("cpu/backward/backward.cpp.j2", reduce_facts),
+        "weight_gradient": Source("cpu/backward/weight_gradient.cpp.j2", weight_gradient_facts),
+        "stages": Source("cpu/stages/stages.cpp.j2", stage_facts),
     },
     source_suffix=".cpp",
     binary_suffix=".so",

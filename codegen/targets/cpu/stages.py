@@ -1,4 +1,4 @@
-"""What `cpu/stages.cpp.j2` says of a plan of the stages between ranks."""
+"""What `cpu/stages/stages.cpp.j2` says of a plan of the stages between ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stage_types(plan: StagePlan) -> dict[str, str]:
 
 
 def stage_facts(plan: Any) -> dict[str, Any]:
-    """Everything `cpu/stages.cpp.j2` names."""
+    """Everything `cpu/stages/stages.cpp.j2` names."""
     isa = isa_of(plan)
     return {
         "uri": plan.uri,

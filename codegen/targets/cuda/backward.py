@@ -56,7 +56,7 @@ FEATURE_RECORD, SLOT_RECORD = 80, 16
 
 
 def backward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/backward.cu.j2` names. `PlanError` for a plan that cannot work."""
+    """Everything `cuda/backward/backward.cu.j2` names. `PlanError` for a plan that cannot work."""
     check_shared(plan)
     buckets = row_buckets(plan)
     update = plan.update

@@ -56,7 +56,7 @@ MERGE_LEVELS = 5
 
 
 def facts_of(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/forward.cu.j2` names. `PlanError` for a plan that cannot work."""
+    """Everything `cuda/forward/forward.cu.j2` names. `PlanError` for a plan that cannot work."""
     arch, params, geometry = arch_named(plan.arch), cuda_params(plan), geometry_of(plan)
     table_dtypes = {t.dtype for t in plan.spec.tables}
     narrow = _narrow(plan.spec.output_dtype, arch)
@@ -303,12 +303,12 @@ def _resources(plan: Plan, binary: bytes) -> list[dict[str, Any]]:
 CUDA = Target(
     name="cuda",
     sources={
-        "forward": Source("cuda/forward.cu.j2", facts_of),
-        "forward_train": Source("cuda/forward.cu.j2", facts_of),
-        "backward": Source("cuda/backward.cu.j2", backward_facts),
-        "reduce": Source("cuda/backward.cu.j2", backward_facts),
-        "weight_gradient": Source("cuda/weight_gradient.cu.j2", weight_gradient_facts),
-        "stages": Source("cuda/stages.cu.j2", stage_facts),
+        "forward": Source("cuda/forward/forward.cu.j2", facts_of),
+        "forward_train": Source("cuda/forward/forward.cu.j2", facts_of),
+        "backward": Source("cuda/backward/backward.cu.j2", backward_facts),
+        "reduce": Source("cuda/backward/backward.cu.j2", backward_facts),
+        "weight_gradient": Source("cuda/backward/weight_gradient.cu.j2", weight_gradient_facts),
+        "stages": Source("cuda/stages/stages.cu.j2", stage_facts),
     },
     source_suffix=".cu",
     binary_suffix=".cubin",

@@ -1,4 +1,4 @@
-"""What `cuda/stages.cu.j2` says of a plan of the stages between ranks: kernels of each stage, and their arguments."""
+"""What `cuda/stages/stages.cu.j2` says of a plan of the stages between ranks: kernels of each stage, and their arguments."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def symbol_of(plan: Any, stage: str, kernel: str) -> str:
 
 
 def stage_facts(plan: Any) -> dict[str, Any]:
-    """Everything `cuda/stages.cu.j2` names."""
+    """Everything `cuda/stages/stages.cu.j2` names."""
     arch = arch_named(plan.arch)
     formats = {plan.wire_dtype, plan.gradient_dtype, plan.output_dtype}
     narrow = {dtype: _rounding(dtype, arch) for dtype in sorted(formats - {"fp32"})}

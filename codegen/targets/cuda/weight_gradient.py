@@ -25,7 +25,7 @@ KERNELS = ("dots", "shares")
 
 
 def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/weight_gradient.cu.j2` names. `PlanError` if there are no weights, or no room."""
+    """Everything `cuda/backward/weight_gradient.cu.j2` names. `PlanError` if there are no weights, or no room."""
     buckets = _buckets(plan)
     if not buckets:
         raise PlanError(f"plan field op={plan.op!r} does not fit a collection without a weighted feature")

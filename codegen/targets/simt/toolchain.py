@@ -1,6 +1,6 @@
 """The SIMT target: the text that NVRTC compiles for a GPU, compiled by the host's C++ compiler and run on its CPU.
 
-A binary, called an image, is a shared library with the interface of `templates/simt/abi.h`: the kernels, and the
+A binary, called an image, is a shared library with the interface of `templates/emulator/abi.h`: the kernels, and the
 executor that gives them CUDA's execution model and checks what they do. The executor is the same in all images; it is
 compiled once and kept in the cache.
 """

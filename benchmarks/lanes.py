@@ -24,7 +24,7 @@ from embforge.cli.display.counters import COUNTED_ROWS
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH, WARP
-from embforge.counters import SECTOR, KernelCounters, Traffic, total
+from embforge.launch.simt.counters import SECTOR, KernelCounters, Traffic, total
 from embforge.counting import count_lookup
 from embforge.inputs import Batch
 from embforge.probes import shrunk

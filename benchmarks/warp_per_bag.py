@@ -16,10 +16,10 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.render import render
 from embforge.codegen.targets.cuda.arch import WARP
 from embforge.codegen.targets.simt.toolchain import compile_image
-from embforge.counters import KernelCounters
+from embforge.launch.simt.counters import KernelCounters
 from embforge.inputs import Batch
-from embforge.launch.simt import kernel_counters, table_region
-from embforge.launch.simt_abi import DONE, Image, Region
+from embforge.launch.simt.forward import kernel_counters, table_region
+from embforge.launch.simt.abi import DONE, Image, Region
 
 KERNEL = "warp_per_bag"
 BLOCK = 256

@@ -13,11 +13,11 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.geometry import geometry_of, register_classes
 from embforge.codegen.targets.cuda.launch import long_symbols, main_symbols, shape_of
 from embforge.codegen.targets.simt.toolchain import twin_of
-from embforge.counters import SECTOR, KernelCounters, together
+from embforge.launch.simt.counters import SECTOR, KernelCounters, together
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of
-from embforge.launch.simt import SimtForward, SimtOptions
+from embforge.launch.simt.forward import SimtForward, SimtOptions
 
 
 @dataclass(frozen=True)

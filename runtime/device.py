@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from embforge.codegen.machine import package_version
-from embforge.launch.cuda_kernels import driver_version
+from embforge.launch.cuda.kernels import driver_version
 
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 

@@ -14,7 +14,7 @@ from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, TableSpec
 from embforge.inputs import Batch
-from embforge.launch import reference
+from embforge.launch.reference.forward import forward as reference
 from embforge.launch.kernels import Kernel
 from embforge.launch.metadata import Metadata, metadata_of
 

@@ -25,7 +25,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.simt.image import device_code
 from embforge.device import gpu_facts
 from embforge.launch.kernels import Kernel, Program, kernel_of
-from embforge.launch.simt import SimtForward, SimtOptions
+from embforge.launch.simt.forward import SimtForward, SimtOptions
 from embforge.pairwise import covering
 from embforge.places import pooled_place, sequence_place
 from embforge.probes import Probe, Progress, Result, call_of, few_probes_of, probes_of, run, whole

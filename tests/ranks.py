@@ -18,7 +18,7 @@ from typing import Any
 TIMEOUT = 600.0
 GROUP_TIMEOUT = timedelta(seconds=TIMEOUT)
 """Seconds after which a test's ranks are taken for hung."""
-PRELOADED = ["torch", "torch.distributed", "numpy", "embforge.sharded.collection", "embforge.launch.cpu_backward"]
+PRELOADED = ["torch", "torch.distributed", "numpy", "embforge.sharded.collection", "embforge.launch.cpu.backward"]
 
 
 class RankFailure(AssertionError):

@@ -23,11 +23,11 @@ from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
-from embforge.launch.cpu_backward import CpuBackward, CpuReduce, CpuWeightGradient
+from embforge.launch.cpu.backward import CpuBackward, CpuReduce, CpuWeightGradient
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import update_metadata_of
-from embforge.launch.reference_backward import ReferenceBackward, ReferenceReduce, ReferenceWeightGradient
-from embforge.launch.reference_train import lookup_train
+from embforge.launch.reference.backward import ReferenceBackward, ReferenceReduce, ReferenceWeightGradient
+from embforge.launch.reference.forward_train import lookup_train
 from embforge.storage.states import allocate_section, state_views
 
 CPU = torch.device("cpu")

@@ -27,10 +27,10 @@ from embforge.codegen.targets.cpu.geometry import (
     streams_results,
 )
 from embforge.codegen.targets.cpu.isa import FLAGS, ISAS, isa_of
-from embforge.launch.cpu import CpuForward
-from embforge.launch.cpu_backward import CpuBackward, CpuReduce, CpuWeightGradient
+from embforge.launch.cpu.forward import CpuForward
+from embforge.launch.cpu.backward import CpuBackward, CpuReduce, CpuWeightGradient
 from embforge.launch.kernels import Program, kernel_of
-from embforge.launch.reference_train import lookup_train
+from embforge.launch.reference.forward_train import lookup_train
 from embforge.probes import call_of
 from embforge.verify import torch_threads
 

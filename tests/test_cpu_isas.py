@@ -12,8 +12,8 @@ from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch
-from embforge.launch import reference
-from embforge.launch.cpu import CpuForward
+from embforge.launch.reference.forward import forward as reference
+from embforge.launch.cpu.forward import CpuForward
 from embforge.launch.metadata import metadata_of
 from embforge.storage.static import allocate
 

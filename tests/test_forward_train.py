@@ -18,8 +18,8 @@ from embforge.codegen.params import PARAMS, CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch.kernels import Program, kernel_of
-from embforge.launch.reference import lookup
-from embforge.launch.reference_train import lookup_train
+from embforge.launch.reference.forward import lookup
+from embforge.launch.reference.forward_train import lookup_train
 from embforge.places import divisor_place, winner_place
 from embforge.probes import Probe, call_of
 from embforge.verify import first_difference, torch_threads

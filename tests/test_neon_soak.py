@@ -15,7 +15,7 @@ from embforge.codegen.build import source_of
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cpu.isa import FLAGS
-from embforge.launch import reference
+from embforge.launch.reference.forward import forward as reference
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 

@@ -23,7 +23,7 @@ from embforge import optim
 from embforge.codegen.errors import RuleError
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Update
-from embforge.launch.rules import apply_rule
+from embforge.launch.reference.rules import apply_rule
 
 STEPS = 6
 ROWS, DIM = 5, 7

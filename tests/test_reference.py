@@ -14,7 +14,7 @@ from strategies import cases, examples, seeds, specs
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
-from embforge.launch import reference
+from embforge.launch.reference.forward import forward as reference
 
 KINDS = [(p, w) for p in POOLINGS for w in (False, True) if not (p == "max" and w)]
 

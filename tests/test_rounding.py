@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
-from embforge.launch.rounding import philox, random16, rounded
+from embforge.launch.reference.rounding import philox, random16, rounded
 
 NARROW = ("bf16", "fp16", "fp8_e4m3")
 LARGEST = {"bf16": 3.3895313892515355e38, "fp16": 65504.0, "fp8_e4m3": 448.0}

@@ -19,7 +19,7 @@ from embforge.codegen.rules import builtin
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.rules.language import MAX_LINES, program_of
 from embforge.codegen.rules.rule import Rule, State, Update
-from embforge.launch.rules import apply_rule, row_sum
+from embforge.launch.reference.rules import apply_rule, row_sum
 
 KITCHEN_SINK = optim.custom(
     "kitchen_sink",

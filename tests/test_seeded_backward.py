@@ -14,7 +14,7 @@ from embforge.codegen.errors import KernelBugError
 from embforge.codegen.rules import builtin
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt.toolchain import compile_image
-from embforge.launch.simt_backward import SimtBackward
+from embforge.launch.simt.backward import SimtBackward
 
 SPEC = CollectionSpec((TableSpec("t", 20, 32),), (FeatureSpec("f", "t"),), name="seeded_backward")
 PLAN = plan_of(SPEC, builtin.rowwise_adagrad())

@@ -18,7 +18,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt.toolchain import toolchain as simt
 from embforge.codegen.targets.simt.image import KernelText, device_code, image_source, kernels_in
-from embforge.launch.simt_abi import load_image
+from embforge.launch.simt.abi import load_image
 
 TEXT = """\
 // __global__ void in_a_comment(int) {

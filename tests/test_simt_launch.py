@@ -24,14 +24,15 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt.toolchain import _simt_directory, compile_image
 from embforge.collection import EmbeddingCollection
-from embforge.counters import KernelCounters, Traffic, kind_of, together
+from embforge.launch.simt.counters import KernelCounters, Traffic, kind_of, together
 from embforge.counting import count_lookup
 from embforge.inputs import Batch
-from embforge.launch import reference, simt_report
+from embforge.launch.reference.forward import forward as reference
+from embforge.launch.simt.forward import report as simt_report
 from embforge.launch.metadata import metadata_of
-from embforge.launch.simt import SimtForward, SimtOptions
-from embforge.launch.simt_abi import ABI, BUG, COUNT, DONE, STRUCTURES, Region, load_image
-from embforge.launch.simt_report import bug_of
+from embforge.launch.simt.forward import SimtForward, SimtOptions
+from embforge.launch.simt.abi import ABI, BUG, COUNT, DONE, STRUCTURES, Region, load_image
+from embforge.launch.simt.report import bug_of
 
 SPEC = CollectionSpec(
     [TableSpec("a", 100, 8), TableSpec("b", 50, 5, "fp16")],
@@ -213,7 +214,7 @@ def test_a_missing_sequence_row_is_named_with_its_place(monkeypatch: pytest.Monk
     def last_is_missing(self: Any, name: str) -> int | None:
         return call[3] * 4 - 4 if name == "sequence" else None
 
-    monkeypatch.setattr("embforge.launch.simt._Memory.unwritten", last_is_missing)
+    monkeypatch.setattr("embforge.launch.simt.forward._Memory.unwritten", last_is_missing)
     place = f"feature 's', sample {sample}, position {int(lengths[sample]) - 1}, column 4 of the sequence output"
     with pytest.raises(KernelBugError, match=place):
         kernel(*call)

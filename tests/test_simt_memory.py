@@ -18,10 +18,10 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt.toolchain import compile_image, twin_of
 from embforge.inputs import Batch
-from embforge.launch.guarded import GARBAGE, GUARD, guarded_copy, guarded_empty, spanned_bytes
+from embforge.launch.simt.guarded import GARBAGE, GUARD, guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import metadata_of
-from embforge.launch.simt import SimtForward, _apart
-from embforge.launch.simt_abi import Image, Region
+from embforge.launch.simt.forward import SimtForward, _apart
+from embforge.launch.simt.abi import Image, Region
 
 SPEC = CollectionSpec(
     [TableSpec("near", 100, 8), TableSpec("far", 1000, 8)], [FeatureSpec("x", "near"), FeatureSpec("y", "far")]
@@ -79,7 +79,7 @@ def test_everything_but_large_tables_lies_apart(monkeypatch: pytest.MonkeyPatch)
     inside = sorted(seen.values(), key=lambda r: r.begin)
     for before, behind in pairwise(inside):
         assert behind.begin - before.begin - before.bytes >= 2 * GUARD >= 128 * 1024
-    monkeypatch.setattr("embforge.launch.simt.MOST_COPIED", tables[0].nbytes)
+    monkeypatch.setattr("embforge.launch.simt.forward.MOST_COPIED", tables[0].nbytes)
     assert torch.equal(kernel(*call)[0], pooled)
     assert seen["table far"].begin == tables[1].data_ptr() and seen["table near"].begin != tables[0].data_ptr()
 

@@ -16,7 +16,7 @@ from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
-from embforge.launch.simt import SimtForward
+from embforge.launch.simt.forward import SimtForward
 from embforge.pairwise import covering
 from embforge.probes import Probe, few_probes_of
 from embforge.verify import VerifyReport, check_on_simt, distinct, plans_to_verify, verify

@@ -32,7 +32,7 @@ from embforge.codegen.targets.cpu.isa import ISAS
 from embforge.codegen.plans import update_named
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.record import Hardware
-from embforge.launch.cpu import CpuForward
+from embforge.launch.cpu.forward import CpuForward
 from embforge.probes import call_of
 from embforge.tuner.constraints import Context
 from embforge.tuner.space import (

@@ -19,7 +19,7 @@ from embforge.codegen.layout import layout_of
 from embforge.codegen.params import PARAMS, CpuParams, ReferenceParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
-from embforge.launch import reference
+from embforge.launch.reference.forward import forward as reference
 from embforge.pairwise import covering
 from embforge.places import sequence_place
 from embforge.sharded import ShardedEmbeddingCollection, ShardPlan

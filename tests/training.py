@@ -21,7 +21,7 @@ from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import update_metadata_of
-from embforge.launch.reference_train import lookup_train
+from embforge.launch.reference.forward_train import lookup_train
 from embforge.storage.states import allocate_section, state_views
 from embforge.storage.static import torch_dtype
 

@@ -23,7 +23,7 @@ from embforge.codegen.targets.cuda.backward_geometry import min_blocks as backwa
 from embforge.codegen.targets.cuda.backward_launch import backward_launch, backward_shape
 from embforge.codegen.targets.cuda.geometry import cuda_params, geometry_of, min_blocks, register_classes
 from embforge.codegen.targets.cuda.launch import range_of
-from embforge.counters import SECTOR
+from embforge.launch.simt.counters import SECTOR
 from embforge.tuner.layout_advice import mean_moved
 from embforge.tuner.workload import Batch
 

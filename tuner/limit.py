@@ -25,7 +25,7 @@ from embforge.codegen.render import render
 from embforge.codegen.signature import METADATA_WORDS
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.cpu.forward import CPU
-from embforge.launch.cpu import torch_parallel_for
+from embforge.launch.cpu.forward import torch_parallel_for
 from embforge.tuner.measure import measure
 from embforge.tuner.workload import Batch
 

@@ -19,7 +19,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.plans import keeps_for_backward
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.launch.reference_backward import put_rows
+from embforge.launch.reference.backward import put_rows
 from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
 from embforge.probes import FEW_FOR_ALL, FEW_FOR_ONE, FEW_SPECIAL, shrunk
 from embforge.training_run import CASES, bits_of

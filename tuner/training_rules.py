@@ -18,7 +18,7 @@ from torch import Tensor
 
 from embforge.codegen.layout import layout_of
 from embforge.codegen.spec import CollectionSpec
-from embforge.launch.reference import lookup
+from embforge.launch.reference.forward import lookup
 from embforge.tuner.update_limit import distinct_rows
 from embforge.tuner.workload import Batch, Ints
 

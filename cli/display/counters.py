@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embforge.codegen.spec import CollectionSpec
-    from embforge.counters import Traffic
+    from embforge.launch.simt.counters import Traffic
     from embforge.counting import CountedKernel
 
 NOTE = (

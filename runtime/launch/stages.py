@@ -16,7 +16,7 @@ from torch import Tensor, get_num_threads
 
 from embforge.codegen.stages import STAGES, StagePlan, stage_arguments
 from embforge.launch.building import build_here
-from embforge.launch.cpu import torch_parallel_for
+from embforge.launch.cpu.forward import torch_parallel_for
 
 Value = Tensor | int | None
 NO_MEMORY = -1

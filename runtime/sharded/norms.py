@@ -21,8 +21,8 @@ from embforge.codegen.rules.program import Kind, Reduction
 from embforge.codegen.rules.rule import Rule, State, Update
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.placement import Rows
-from embforge.launch.reference import ieee_sqrt
-from embforge.launch.rules import Evaluation, row_sum
+from embforge.launch.reference.forward import ieee_sqrt
+from embforge.launch.reference.rules import Evaluation, row_sum
 from embforge.sharded.comm import Exchange
 from embforge.sharded.owner import Owner
 from embforge.storage.static import StaticTable

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.launch.reference import canonical_reduce, ieee_sqrt
-from embforge.launch.rules import row_sum
+from embforge.launch.reference.forward import canonical_reduce, ieee_sqrt
+from embforge.launch.reference.rules import row_sum
 
 Reduced = Sequence[tuple[Tensor, Tensor]]
 """Of every table: the rows that occur, and their gradients."""

@@ -20,7 +20,7 @@ from embforge.backends import arch_of
 from embforge.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
-from embforge.launch import reference
+from embforge.launch.reference.forward import forward as reference
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.probes import Probe, Result, run
 from embforge.verify import first_difference, torch_threads

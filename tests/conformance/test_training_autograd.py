@@ -28,9 +28,9 @@ from embforge.codegen.layout import layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.launch.reference import lookup
-from embforge.launch.reference_backward import reduce, weight_gradient
-from embforge.launch.reference_train import lookup_train
+from embforge.launch.reference.forward import lookup
+from embforge.launch.reference.backward import reduce, weight_gradient
+from embforge.launch.reference.forward_train import lookup_train
 
 F64 = torch.float64
 

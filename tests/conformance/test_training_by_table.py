@@ -34,7 +34,7 @@ import embforge as ef
 from embforge import optim
 from embforge.codegen.spec import CollectionSpec
 from embforge.collection import EmbeddingCollection
-from embforge.launch import cpu_backward
+from embforge.launch.cpu.forward import backward as cpu_backward
 from embforge.launch.kernels import Program
 
 ADAM, ROWWISE = optim.Adam(lr=0.1), optim.RowwiseAdagrad(lr=0.3, initial_accumulator_value=0.5)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from embforge import optim
 from embforge.collection import EmbeddingCollection
-from embforge.launch import reference_backward
+from embforge.launch.reference.forward import backward as reference_backward
 from embforge.training import pending
 
 # ---- Errors ----------------------------------------------------------------------------------------------

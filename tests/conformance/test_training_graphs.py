@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embforge import ops, optim
 from embforge.collection import EmbeddingCollection
-from embforge.launch import reference_backward
+from embforge.launch.reference.forward import backward as reference_backward
 from embforge.training.calls import Programs
 
 

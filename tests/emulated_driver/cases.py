@@ -15,7 +15,8 @@ from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch
-from embforge.launch import metadata, reference
+from embforge.launch import metadata
+from embforge.launch.reference.forward import forward as reference
 
 DEVICE = torch.device("cuda:0")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embforge.cases import Case
-from embforge.launch.cuda import CudaForward
+from embforge.launch.cuda.forward import CudaForward
 from embforge.launch.metadata import metadata_of
 from emulated_driver import control
 from emulated_driver.cases import BAD_ID, Given, bad_id, given, untouched, with_batch

@@ -11,10 +11,10 @@ import torch
 
 from embforge.cases import Case
 from embforge.codegen.targets.cuda.launch import launch_of, shape_of
-from embforge.launch import forward_call
-from embforge.launch.cuda import CudaForward
+from embforge.launch.gpu import forward_call
+from embforge.launch.cuda.forward import CudaForward
 from embforge.launch.metadata import metadata_of
-from embforge.launch.reference_train import lookup_train
+from embforge.launch.reference.forward_train import lookup_train
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import (
     BAD_ID,
@@ -51,7 +51,7 @@ def test_results_have_the_references_bits(forward: CudaForward, name: str) -> No
 
 
 def test_a_forward_keeps_what_its_backward_needs() -> None:
-    from embforge.launch.cuda import CudaForwardTrain  # now: mutants.py may have put another one there
+    from embforge.launch.cuda.forward import CudaForwardTrain  # now: mutants.py may have put another one there
 
     plan = replace(PLAN, op="forward_train")
     kernel = CudaForwardTrain(plan, image(plan))

@@ -12,9 +12,10 @@ from cuda.bindings import driver
 from embforge.cases import Case
 from embforge.codegen.errors import LaunchError, ToolchainError
 from embforge.codegen.targets.cuda.launch import launch_of
-from embforge.launch import cuda_kernels, forward_call
-from embforge.launch.cuda import CudaForward
-from embforge.launch.cuda_errors import REASONS
+from embforge.launch.cuda.forward import kernels as cuda_kernels
+from embforge.launch.gpu import forward_call
+from embforge.launch.cuda.forward import CudaForward
+from embforge.launch.cuda.errors import REASONS
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE, PLAN, bad_id, given, given_long, image
 

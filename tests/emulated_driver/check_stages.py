@@ -35,7 +35,7 @@ RESULTS = ("lengths", "slots", "pools", "divisors", "header", "mistake")
 @pytest.fixture
 def stages() -> Any:
     """A launcher that nobody has used yet."""
-    from embforge.launch.stages_cuda import CudaStages  # now: another one may have been put there
+    from embforge.launch.cuda.stages import CudaStages  # now: another one may have been put there
 
     return CudaStages(PLAN, build(replace(PLAN, target="simt")).binary.read_bytes())  # type: ignore[arg-type]
 

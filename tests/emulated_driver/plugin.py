@@ -34,28 +34,28 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def forward() -> Any:
     """A launcher that nobody has used yet."""
-    from embforge.launch.cuda import CudaForward  # now: mutants.py may have put another one there
+    from embforge.launch.cuda.forward import CudaForward  # now: mutants.py may have put another one there
 
     return CudaForward(PLAN, image())
 
 
 @pytest.fixture
 def backward() -> Any:
-    from embforge.launch.cuda_backward import CudaBackward
+    from embforge.launch.cuda.backward import CudaBackward
 
     return CudaBackward(BACKWARD, image(BACKWARD))
 
 
 @pytest.fixture
 def reduce() -> Any:
-    from embforge.launch.cuda_backward import CudaReduce
+    from embforge.launch.cuda.backward import CudaReduce
 
     return CudaReduce(REDUCE, image(REDUCE))
 
 
 @pytest.fixture
 def weight_gradient() -> Any:
-    from embforge.launch.cuda_backward import CudaWeightGradient
+    from embforge.launch.cuda.backward import CudaWeightGradient
 
     return CudaWeightGradient(WEIGHTS, image(WEIGHTS))
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from embforge.codegen.cache import Recipe, fetch, key_of
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
 from embforge.codegen.targets.simt.toolchain import compile_image, image_fingerprint
-from embforge.launch.simt_abi import BUG, DONE, Counted, Image, Region, SimtReport, load_image
-from embforge.launch.simt_report import Frame, frames_at
+from embforge.launch.simt.abi import BUG, DONE, Counted, Image, Region, SimtReport, load_image
+from embforge.launch.simt.report import Frame, frames_at
 
 HERE = Path(__file__).parent
 

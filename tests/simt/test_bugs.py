@@ -10,7 +10,7 @@ from running import HERE, Buffer, Run, aligned, image_of, launch
 
 from embforge.codegen.targets.cuda.nvrtc import compile_cubin
 from embforge.codegen.targets.simt.image import kernels_in
-from embforge.launch.simt_report import bug_of
+from embforge.launch.simt.report import bug_of
 
 TEXT = (HERE / "bugs.cu").read_text()
 LINES = TEXT.split("\n")

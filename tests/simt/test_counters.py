@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from running import HERE, Buffer, Run, aligned, image_of, launch
 
-from embforge.launch.simt_abi import Counted, SimtTraffic
+from embforge.launch.simt.abi import Counted, SimtTraffic
 
 ALL = 32
 

@@ -9,7 +9,7 @@ import pytest
 from running import HERE, Buffer, aligned, launch
 
 from embforge.codegen.targets.simt.toolchain import toolchain as simt
-from embforge.launch.simt_abi import Image
+from embforge.launch.simt.abi import Image
 
 
 def test_fibres_of_the_c_library_do_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

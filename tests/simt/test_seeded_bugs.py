@@ -18,9 +18,9 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
 from embforge.codegen.targets.simt.toolchain import compile_image, twin_of
 from embforge.inputs import Batch
-from embforge.launch import reference
+from embforge.launch.reference.forward import forward as reference
 from embforge.launch.metadata import metadata_of
-from embforge.launch.simt import SimtForward
+from embforge.launch.simt.forward import SimtForward
 
 SPEC = CollectionSpec(
     (TableSpec("a", 40, 16), TableSpec("b", 30, 33, "bf16")),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embforge.codegen import stages as words
 from embforge.codegen.stages import ABSENT, DIVIDES, MISTAKES
-from embforge.launch.reference import canonical_reduce, ieee_sqrt
+from embforge.launch.reference.forward import canonical_reduce, ieee_sqrt
 
 Record = dict[str, int]
 UNCHECKED = 2**64 - 1

@@ -15,10 +15,10 @@ from embforge.codegen.signature import MISTAKES, STATUS_WORDS
 from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.inputs import Batch, raise_bad_input
-from embforge.launch.forward_call import Value
-from embforge.launch.guarded import spanned_bytes
-from embforge.launch.simt_abi import BUG, DONE, Counted, Image, Region
-from embforge.launch.simt_report import bug_of
+from embforge.launch.gpu.forward_call import Value
+from embforge.launch.simt.guarded import spanned_bytes
+from embforge.launch.simt.abi import BUG, DONE, Counted, Image, Region
+from embforge.launch.simt.report import bug_of
 
 WORD_BYTES = 8
 

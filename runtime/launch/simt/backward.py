@@ -21,9 +21,9 @@ from embforge.codegen.targets.cuda.backward import backward_shape_of
 from embforge.codegen.targets.cuda.weight_gradient import weights_shape
 from embforge.codegen.targets.cuda.launch import status_size
 from embforge.codegen.targets.simt.toolchain import twin_of
-from embforge.counters import TABLE
+from embforge.launch.simt.counters import TABLE
 from embforge.inputs import Batch, raise_bad_input
-from embforge.launch.backward_call import (
+from embforge.launch.gpu.backward_call import (
     Call,
     Launch,
     backward_call,
@@ -31,13 +31,13 @@ from embforge.launch.backward_call import (
     reduce_call,
     weight_gradient_call,
 )
-from embforge.launch.forward_call import Value
+from embforge.launch.gpu.forward_call import Value
 from embforge.launch.gradients import Gradients
-from embforge.launch.guarded import guarded_copy, guarded_empty, spanned_bytes
+from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import Metadata
-from embforge.launch.simt import MOST_COPIED, MOST_SEEDS
-from embforge.launch.simt_abi import Image, load_image
-from embforge.launch.simt_run import WORD_BYTES, Memory, launch_kernel, raise_mistakes
+from embforge.launch.simt.forward import MOST_COPIED, MOST_SEEDS
+from embforge.launch.simt.abi import Image, load_image
+from embforge.launch.simt.run import WORD_BYTES, Memory, launch_kernel, raise_mistakes
 from embforge.launch.update_kernel import UpdateKernel
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from embforge.codegen.targets.cuda.backward_launch import BackwardLaunch, Backwa
 from embforge.codegen.targets.cuda.weight_gradient import WeightsShape
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.inputs import Batch
-from embforge.launch.forward_call import Value
+from embforge.launch.gpu.forward_call import Value
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata
 

@@ -17,9 +17,9 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata, trainable_of
-from embforge.launch.reference import canonical_reduce
-from embforge.launch.rounding import random16, rounded
-from embforge.launch.rules import apply_rule, row_sum
+from embforge.launch.reference.forward import canonical_reduce
+from embforge.launch.reference.rounding import random16, rounded
+from embforge.launch.reference.rules import apply_rule, row_sum
 from embforge.launch.update_kernel import UpdateKernel
 from embforge.storage.states import state_views
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from embforge.codegen.stages import StagePlan
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.codegen.targets.cuda.stages import KERNELS, kernel_arguments, symbol_of
-from embforge.launch.forward_call import Value
-from embforge.launch.guarded import guarded_copy, guarded_empty, spanned_bytes
-from embforge.launch.simt import MOST_SEEDS
-from embforge.launch.simt_abi import load_image
-from embforge.launch.simt_run import WORD_BYTES, Memory, launch_kernel
-from embforge.launch.stages_gpu import CHANGED, RESULTS, stage_call
+from embforge.launch.gpu.forward_call import Value
+from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
+from embforge.launch.simt.forward import MOST_SEEDS
+from embforge.launch.simt.abi import load_image
+from embforge.launch.simt.run import WORD_BYTES, Memory, launch_kernel
+from embforge.launch.gpu.stage_call import CHANGED, RESULTS, stage_call
 
 
 class SimtStages:

@@ -16,7 +16,7 @@ from torch import Tensor, get_num_threads
 from embforge.codegen.plan import Plan
 from embforge.codegen.signature import arguments_of
 from embforge.inputs import Batch, raise_bad_input
-from embforge.launch.cpu import BAD_ID, OK, torch_parallel_for
+from embforge.launch.cpu.forward import BAD_ID, OK, torch_parallel_for
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata
 from embforge.launch.update_kernel import UpdateKernel

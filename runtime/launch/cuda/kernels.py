@@ -16,9 +16,9 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.codegen.targets.cuda.packages import cuda_module
 from embforge.codegen.targets.cuda.nvrtc import check_driver, cuda_core, installed_nvrtc
-from embforge.launch.cuda_errors import driver_error, mistake
-from embforge.launch.cuda_watch import Watch
-from embforge.launch.forward_call import Value
+from embforge.launch.cuda.errors import driver_error, mistake
+from embforge.launch.cuda.watch import Watch
+from embforge.launch.gpu.forward_call import Value
 from embforge.launch.metadata import FIRST_CALL
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from embforge.codegen import stages as words
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.stages import ABSENT, ACTIONS, PACKINGS, STAGES, StagePlan
-from embforge.launch.reference import stays
-from embforge.launch.stages_reference_ids import (
+from embforge.launch.reference.forward import stays
+from embforge.launch.reference.stages_ids import (
     IdBatch,
     Record,
     count_pooled,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.errors import ToolchainError
-from embforge.counters import SINGLE, Traffic
+from embforge.launch.simt.counters import SINGLE, Traffic
 
 ABI = 1
 """SIMT_ABI of the images that this file can launch."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embforge.codegen.errors import KernelBugError
-from embforge.launch.simt_abi import SimtPlace, SimtReport
+from embforge.launch.simt.abi import SimtPlace, SimtReport
 
 MOST_FRAMES = 6
 """Lines of an inline chain that are shown."""

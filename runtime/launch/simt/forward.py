@@ -20,14 +20,14 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.signature import METADATA_WORDS, arguments_of
 from embforge.codegen.targets.cuda.launch import QUEUE_COUNTERS, KernelLaunch, shape_of, status_size
 from embforge.codegen.targets.simt.toolchain import twin_of
-from embforge.counters import SINGLE, TABLE, KernelCounters, Traffic
+from embforge.launch.simt.counters import SINGLE, TABLE, KernelCounters, Traffic
 from embforge.inputs import Batch, raise_bad_input
-from embforge.launch.forward_call import ForwardCall, Value, forward_call
+from embforge.launch.gpu.forward_call import ForwardCall, Value, forward_call
 from embforge.launch.gradients import TrainResult
-from embforge.launch.guarded import guarded_copy, guarded_empty, spanned_bytes
+from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import Metadata
-from embforge.launch.simt_abi import Counted, Region, SimtTraffic, load_image
-from embforge.launch.simt_run import WORD_BYTES, launch_kernel, raise_mistakes
+from embforge.launch.simt.abi import Counted, Region, SimtTraffic, load_image
+from embforge.launch.simt.run import WORD_BYTES, launch_kernel, raise_mistakes
 from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
 
 READ_ONLY = ("metadata", "values", "offsets", "weights")

@@ -25,7 +25,7 @@ from embforge.codegen.targets.cuda.stages import (
     kernel_arguments,
     symbol_of,
 )
-from embforge.launch.forward_call import Value
+from embforge.launch.gpu.forward_call import Value
 
 WARPS = THREADS // WARP
 IDS_A_WARP = 128

@@ -13,8 +13,8 @@ from torch import Tensor
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.launch import shape_of
 from embforge.inputs import Batch
-from embforge.launch.cuda_kernels import CudaKernels
-from embforge.launch.forward_call import ForwardCall, forward_call
+from embforge.launch.cuda.kernels import CudaKernels
+from embforge.launch.gpu.forward_call import ForwardCall, forward_call
 from embforge.launch.gradients import TrainResult
 from embforge.launch.metadata import Metadata
 

@@ -13,7 +13,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import Batch
 from embforge.launch.gradients import TrainResult
 from embforge.launch.metadata import Metadata
-from embforge.launch.reference import Bags, bags_of, divisor, lookup, reduce_bags, stays
+from embforge.launch.reference.forward import Bags, bags_of, divisor, lookup, reduce_bags, stays
 
 
 class ReferenceForwardTrain:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from embforge.codegen.stages import StagePlan
 from embforge.codegen.targets.cuda.launch import KernelLaunch
-from embforge.launch.backward_call import torch_empty
-from embforge.launch.cuda_kernels import CudaKernels
-from embforge.launch.forward_call import Value
+from embforge.launch.gpu.backward_call import torch_empty
+from embforge.launch.cuda.kernels import CudaKernels
+from embforge.launch.gpu.forward_call import Value
 from embforge.launch.metadata import FIRST_CALL
-from embforge.launch.stages_gpu import stage_call
+from embforge.launch.gpu.stage_call import stage_call
 
 
 class CudaStages(CudaKernels):

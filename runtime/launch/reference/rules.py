@@ -14,7 +14,7 @@ from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.program import Choice, Definition, Kind, Node, Number, Operation, Reduction
 from embforge.codegen.rules.rule import HYPER, Update
 from embforge.codegen.semantics import ROW_LANES
-from embforge.launch.reference import ieee_sqrt
+from embforge.launch.reference.forward import ieee_sqrt
 
 Value = np.float64 | Tensor
 """A scalar in fp64, a row's numbers [n, 1] or elements [n, D]."""

@@ -19,7 +19,7 @@ from embforge.codegen.targets.cuda.backward import backward_shape_of
 from embforge.codegen.targets.cuda.weight_gradient import weights_shape
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.inputs import Batch
-from embforge.launch.backward_call import (
+from embforge.launch.gpu.backward_call import (
     Call,
     Launch,
     Step,
@@ -28,9 +28,9 @@ from embforge.launch.backward_call import (
     reduce_call,
     weight_gradient_call,
 )
-from embforge.launch.cuda_errors import mistake
-from embforge.launch.cuda_kernels import CudaKernels
-from embforge.launch.cuda_watch import status_words
+from embforge.launch.cuda.errors import mistake
+from embforge.launch.cuda.kernels import CudaKernels
+from embforge.launch.cuda.watch import status_words
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import FIRST_CALL, Metadata
 from embforge.launch.update_kernel import UpdateKernel

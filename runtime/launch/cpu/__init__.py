@@ -1,0 +1,1 @@
+"""Calls of CPU kernels by pointer, on threads of torch."""

@@ -1,0 +1,1 @@
+"""Launches of CUDA kernels on the current stream of torch, by cuda.core."""

@@ -16,7 +16,7 @@ def rank(number: int, size: int, store: str) -> None:
     import torch.distributed as dist
     from sharded_mix import batch_of, made, step
 
-    from embforge.sharded import waiting
+    from embforge.sharded.exchange import waiting
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=number, world_size=size)

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 import embforge as ef
 from embforge.codegen.planner.topology import Link, Topology
 from embforge.sharded import PrefetchedBatches, RowWise, ShardPlan
-from embforge.sharded.comm import Ranks
+from embforge.sharded.exchange.collectives import Ranks
 
 Outcome = tuple[str, str]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import embforge as ef
 from embforge.codegen.sharding.kinds import ColumnWise, Hierarchical, RowWise, ShardPlan, TableWise
-from embforge.sharded import vectors
+from embforge.sharded.stages import all2all as vectors
 
 SPEC = ef.CollectionSpec(
     [ef.TableSpec("a", 40, 12), ef.TableSpec("b", 30, 7)],

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from embforge.sharded import waiting
-from embforge.sharded.waiting import SHORT_BYTES, wait
+from embforge.sharded.exchange import waiting
+from embforge.sharded.exchange.waiting import SHORT_BYTES, wait
 
 
 class Work:

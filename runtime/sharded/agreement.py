@@ -14,8 +14,8 @@ from embforge.codegen.rules.rule import Update
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import BOUNDS_CHECKS
-from embforge.sharded.comm import Exchange
-from embforge.sharded.formats import Formats
+from embforge.sharded.exchange.collectives import Exchange
+from embforge.sharded.exchange.formats import Formats
 from embforge.training.rule_groups import RuleGroups, rule_groups
 
 REFUSED = "refused"

@@ -25,20 +25,20 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.inputs import BoundsCheck, normalise, resolved, usual_bounds_check
 from embforge.sharded.agreement import agree, common_node_size, wrong_argument
-from embforge.sharded.comm import Exchange, Ranks
-from embforge.sharded.distribute import Distributed, Distributor
-from embforge.sharded.formats import Formats, computed_in
+from embforge.sharded.exchange.collectives import Exchange, Ranks
+from embforge.sharded.stages.data_distributor import Distributed, Distributor
+from embforge.sharded.exchange.formats import Formats, computed_in
 from embforge.sharded.join import EmptyCalls
 from embforge.sharded.lookup import ShardedLookup, run_forward
-from embforge.sharded.network import Network
+from embforge.sharded.stages.network import Network
 from embforge.sharded.norms import RowNorms, needs_norms, shared_rules
-from embforge.sharded.owner import Owner
+from embforge.sharded.stages.model_forward import Owner
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.starting_rows import draw_rows
 from embforge.sharded.training import ShardedTraining
-from embforge.sharded.vectors import Vectors
-from embforge.sharded.wire import Wire
-from embforge.sharded.wiring import Base, Wiring
+from embforge.sharded.stages.all2all import Vectors
+from embforge.sharded.exchange.wire import Wire
+from embforge.sharded.stages.stage_metadata import Base, Wiring
 from embforge.storage.static import StaticTable
 from embforge.training.numbers import drawn_seed
 from embforge.training.rule_groups import RuleGroups, rule_groups

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embforge.launch.gradients import Gradients, readable
-from embforge.sharded.distribute import Distributed
+from embforge.sharded.stages.data_distributor import Distributed
 from embforge.training.calls import refuse_double_backward
 
 

@@ -23,8 +23,8 @@ from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.placement import Rows
 from embforge.launch.reference.forward import ieee_sqrt
 from embforge.launch.reference.rules import Evaluation, row_sum
-from embforge.sharded.comm import Exchange
-from embforge.sharded.owner import Owner
+from embforge.sharded.exchange.collectives import Exchange
+from embforge.sharded.stages.model_forward import Owner
 from embforge.storage.static import StaticTable
 from embforge.training import pending
 from embforge.training.calls import run_reduce

@@ -14,8 +14,8 @@ from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import kernel_of
-from embforge.sharded.comm import Exchange
-from embforge.sharded.distribute import Distributed
+from embforge.sharded.exchange.collectives import Exchange
+from embforge.sharded.stages.data_distributor import Distributed
 from embforge.training.calls import run_forward, run_reduce, run_weight_gradient
 from embforge.training.pending import Pass
 from embforge.training.rule_groups import RuleGroups

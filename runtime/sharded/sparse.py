@@ -14,9 +14,9 @@ from embforge.codegen.errors import SpecError
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.sharded.collection import ShardedEmbeddingCollection
-from embforge.sharded.distribute import Distributed
-from embforge.sharded.vectors import Arrived, Room, Vectors
-from embforge.sharded.wiring import Base
+from embforge.sharded.stages.data_distributor import Distributed
+from embforge.sharded.stages.all2all import Arrived, Room, Vectors
+from embforge.sharded.stages.stage_metadata import Base
 from embforge.training.rule_groups import RuleGroups, rule_groups
 
 POOLINGS = ("sum", "mean", "sqrtn")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from embforge.codegen.rules.rule import State
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.placement import Piece, Rows, TablePlacement
-from embforge.sharded.comm import Ranks
+from embforge.sharded.exchange.collectives import Ranks
 from embforge.sharded.norms import given_rule
 from embforge.storage.rule_entry import ENTRY, check_keys, rule_entry, wrong_rule
 from embforge.storage.static import StaticTable

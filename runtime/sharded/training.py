@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from embforge.codegen.rules.rule import State
-from embforge.sharded.comm import Exchange
+from embforge.sharded.exchange.collectives import Exchange
 from embforge.sharded.norms import RowNorms
-from embforge.sharded.owner import Owner
+from embforge.sharded.stages.model_forward import Owner
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.state import HeldShards, held_names
 from embforge.storage.static import NO_RULE

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.sharded.distribute import Distributed
+from embforge.sharded.stages.data_distributor import Distributed
 
 
 def weight_gradients(

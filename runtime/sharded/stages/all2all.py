@@ -18,15 +18,15 @@ from torch import Tensor
 
 from embforge.codegen.stages import StagePlan
 from embforge.launch.stages import stages_of
-from embforge.sharded.asking import Askers, Wanted
-from embforge.sharded.buffers import on_device
-from embforge.sharded.by_nodes import ByNodes
-from embforge.sharded.comm import Exchange, joined
-from embforge.sharded.distribute import Distributed
-from embforge.sharded.formats import PACKED, direct_widths, row_bytes
-from embforge.sharded.waiting import SHORT_BYTES
-from embforge.sharded.wire import Wire
-from embforge.sharded.wiring import Wiring
+from embforge.sharded.stages.pool_dedup import Askers, Wanted
+from embforge.sharded.exchange.buffers import on_device
+from embforge.sharded.stages.hierarchical import ByNodes
+from embforge.sharded.exchange.collectives import Exchange, joined
+from embforge.sharded.stages.data_distributor import Distributed
+from embforge.sharded.exchange.formats import PACKED, direct_widths, row_bytes
+from embforge.sharded.exchange.waiting import SHORT_BYTES
+from embforge.sharded.exchange.wire import Wire
+from embforge.sharded.stages.stage_metadata import Wiring
 
 ALIGNMENT = 32
 """Bytes of the widest load."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from embforge.codegen.errors import RankError
 from embforge.group_ending import end_at_exit, end_with
-from embforge.sharded.buffers import Buffers
-from embforge.sharded.waiting import wait
+from embforge.sharded.exchange.buffers import Buffers
+from embforge.sharded.exchange.waiting import wait
 
 
 class Ranks:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embforge.codegen.stages import PACKINGS, PART_WORDS, StagePlan
 from embforge.launch.stages import stages_of
-from embforge.sharded.formats import DTYPES, PACKED, computed_in, packed_bytes, row_bytes
+from embforge.sharded.exchange.formats import DTYPES, PACKED, computed_in, packed_bytes, row_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from embforge.sharded.distribute import Distributed
+from embforge.sharded.stages.data_distributor import Distributed
 
 
 class PrefetchedBatches:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from embforge.codegen.stages import PIECE_WORDS, SOURCE_WORDS, StagePlan
 from embforge.launch.stages import stages_of
-from embforge.sharded.comm import Exchange
-from embforge.sharded.formats import row_bytes
-from embforge.sharded.wire import Wire
-from embforge.sharded.wiring import Wiring
+from embforge.sharded.exchange.collectives import Exchange
+from embforge.sharded.exchange.formats import row_bytes
+from embforge.sharded.exchange.wire import Wire
+from embforge.sharded.stages.stage_metadata import Wiring
 
 
 @dataclass(frozen=True)

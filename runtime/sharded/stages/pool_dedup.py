@@ -17,8 +17,8 @@ from torch import Tensor
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.traffic import worth_asking
 from embforge.codegen.stages import PICK_WORDS, SOURCE_WORDS
-from embforge.sharded.formats import row_bytes
-from embforge.sharded.wiring import Numbers, Wiring
+from embforge.sharded.exchange.formats import row_bytes
+from embforge.sharded.stages.stage_metadata import Numbers, Wiring
 
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 _BLOCK_AT, _ROW_WIDTH, _COLUMN, _ASKED = (SOURCE_WORDS.index(w) for w in ("block_at", "row_width", "column", "asked"))

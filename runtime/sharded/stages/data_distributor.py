@@ -20,10 +20,10 @@ from embforge.codegen.errors import RankError
 from embforge.codegen.stages import FLAGS, HEADER_WORDS, MISTAKES, PLACE_WORDS, SEGMENT_WORDS, StagePlan
 from embforge.inputs import BOUNDS_CHECKS, Batch, raise_bad_input
 from embforge.launch.stages import Stages, stages_of
-from embforge.sharded.asking import Asked, Askers, Wanted
-from embforge.sharded.buffers import on_device
-from embforge.sharded.comm import Exchange
-from embforge.sharded.wiring import FIXED, Numbers, Wiring
+from embforge.sharded.stages.pool_dedup import Asked, Askers, Wanted
+from embforge.sharded.exchange.buffers import on_device
+from embforge.sharded.exchange.collectives import Exchange
+from embforge.sharded.stages.stage_metadata import FIXED, Numbers, Wiring
 
 _MISTAKE, _FEATURE, _SAMPLE, _POSITION, _VALUE, _BATCH, _FLAGS, _CALL = range(FIXED)
 REFUSED = MISTAKES.index("REFUSED") + 1

@@ -30,11 +30,11 @@ from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of, update_metadata_of
 from embforge.launch.stages import stages_of
-from embforge.sharded.asking import Askers, Wanted
-from embforge.sharded.buffers import Buffers, on_device
-from embforge.sharded.distribute import Distributed
-from embforge.sharded.vectors import ALIGNMENT, Arrived, Room
-from embforge.sharded.wiring import Wiring
+from embforge.sharded.stages.pool_dedup import Askers, Wanted
+from embforge.sharded.exchange.buffers import Buffers, on_device
+from embforge.sharded.stages.data_distributor import Distributed
+from embforge.sharded.stages.all2all import ALIGNMENT, Arrived, Room
+from embforge.sharded.stages.stage_metadata import Wiring
 
 _BLOCK_AT, _ROW_WIDTH, _OWN = (SOURCE_WORDS.index(word) for word in ("block_at", "row_width", "own"))
 MOST_PLACED = 64

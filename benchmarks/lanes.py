@@ -18,16 +18,16 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.warp_per_bag import count_warp_per_bag
-from embforge.cases import draw_tables
+from embforge.verify.cases import draw_tables
 from embforge.cli.common import load_spec
 from embforge.cli.display.counters import COUNTED_ROWS
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH, WARP
 from embforge.launch.simt.counters import SECTOR, KernelCounters, Traffic, total
-from embforge.counting import count_lookup
+from embforge.verify.counting import count_lookup
 from embforge.inputs import Batch
-from embforge.probes import shrunk
+from embforge.verify.probes import shrunk
 from embforge.tuner.workload import make_batch, parse
 
 ROOT = Path(__file__).parent.parent

@@ -68,7 +68,7 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
     from embforge.tuner.report import headline
     from embforge.tuner.report_data import report_of
     from embforge.tuner.tune import tune
-    from embforge.verify import verify
+    from embforge.verify.lookups import verify
 
     screen = console()
 

@@ -45,7 +45,7 @@ def record(
     Files are written when the batches are there, or when the script ends, also by an exception or by Ctrl-C. In a
     program of your own, `ef.record(module, "trace.npz")` does the same for one module.
     """
-    from embforge.trace_file import BATCHES_VARIABLE, FILE_VARIABLE, checked_target, read_trace
+    from embforge.trace.file_format import BATCHES_VARIABLE, FILE_VARIABLE, checked_target, read_trace
 
     out = checked_target(out, batches)
     before = _files(out)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from embforge.codegen.spec import CollectionSpec
-    from embforge.verify import VerifyReport
+    from embforge.verify.lookups import VerifyReport
 
 
 def why_not_writable(directory: Path) -> str | None:

@@ -220,7 +220,7 @@ def _list(spec: CollectionSpec, on: str, train: str | None, arch: str | None, id
     op, update = ("forward", None) if train is None else ("backward", update_named(train))
     arch = host_isa() if on == "cpu" else arch or "sm_90"
     with waiting("counting points"):
-        from embforge.parameters import cpu_hardware
+        from embforge.plan_choice import cpu_hardware
 
         hardware = cpu_hardware() if on == "cpu" else any_gpu(arch)
         space = space_of(op, on, arch, spec, hardware, update, id_dtype=ids)

@@ -69,7 +69,7 @@ def _cpu_here(arch: str) -> Hardware | None:
 
     if arch != host_isa():
         return None
-    from embforge.parameters import cpu_hardware
+    from embforge.plan_choice import cpu_hardware
 
     return cpu_hardware()
 
@@ -79,7 +79,7 @@ def _gpu_here(arch: str) -> Hardware | None:
 
     from embforge.codegen.errors import PlanError
     from embforge.codegen.targets.cuda.arch import nearest_arch
-    from embforge.parameters import hardware_of
+    from embforge.plan_choice import hardware_of
 
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embforge.codegen.spec import CollectionSpec
-    from embforge.verify import VerifyReport, VerifyRow
+    from embforge.verify.lookups import VerifyReport, VerifyRow
 
 COUNTED_WORKLOAD = "uniform,len=geo:20,batch=256"
 
@@ -89,8 +89,8 @@ def verify(
     """
     from embforge.cli.report import report_data, report_name, verdict, why_not_writable, write_report
     from embforge.tuner.workload import parse
-    from embforge.verify import verify as run_checks
-    from embforge.verify_training import optimizer_named
+    from embforge.verify.lookups import verify as run_checks
+    from embforge.verify.training import optimizer_named
 
     if on != "simt" and (arch or counters):
         raise click.UsageError(f"{'--arch' if arch else '--counters'} works with --on simt only", ctx)
@@ -136,7 +136,7 @@ def verify(
 
 def trained(spec: CollectionSpec, on: str, rules: Sequence[str], seed: int, tell: Any) -> Sequence[VerifyRow]:
     """A row for each rule."""
-    from embforge.verify_training import training_rows
+    from embforge.verify.training import training_rows
 
     return list(training_rows(spec, on, rules, seed=seed, progress=tell))
 
@@ -150,7 +150,7 @@ def count(
     """
     from embforge.cli.display.counters import NOTE, count_spec, counter_table
     from embforge.codegen.errors import KernelBugError
-    from embforge.verify import VerifyRow
+    from embforge.verify.lookups import VerifyRow
 
     try:
         with waiting("counting"):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from embforge.registration import register_or_warn
-from embforge.torch_import import when_torch_is_imported
+from embforge.operators.registration import register_or_warn
+from embforge.operators.torch_import import when_torch_is_imported
 
 if TYPE_CHECKING:
     import embforge.functional as functional  # noqa: F401

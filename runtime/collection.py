@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from embforge import dense_ops, ops
+from embforge.operators import dense as dense_ops
+from embforge.operators import lookup as ops
 from embforge.arguments import sequence_elements
 from embforge.backends import DEVICES_OF, BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
@@ -21,15 +22,15 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
-from embforge.exported import ExportedLookup
+from embforge.operators.exported import ExportedLookup
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved, usual_bounds_check
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import check_tables, metadata_of, places_of
-from embforge.parameters import Choices, check_batch_size, check_given, choose_params, usable
+from embforge.plan_choice import Choices, check_batch_size, check_given, choose_params, usable
 from embforge.storage.parameter_table import ParameterTable, Sparse, sparse_tables
 from embforge.storage.rule_entry import check_keys
 from embforge.storage.static import StaticTable, Tables, readable_bytes
-from embforge.trace_file import FILE_VARIABLE
+from embforge.trace.file_format import FILE_VARIABLE
 from embforge.training.around import refuse_average
 from embforge.training.calls import Programs
 from embforge.training.numbers import drawn_seed

@@ -25,7 +25,7 @@ from embforge.codegen.errors import WorkloadError
 from embforge.codegen.tuned.shape import shape_of
 from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
-from embforge.trace_file import (
+from embforge.trace.file_format import (
     BATCHES,
     BATCHES_VARIABLE,
     FILE_VARIABLE,

@@ -34,7 +34,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.plans import numbers_named, update_named
 from embforge.codegen.tuned.document import read_records, to_json
 from embforge.codegen.tuned.stores import read_file as read_stored
-from embforge.trace_file import read_trace
+from embforge.trace.file_format import read_trace
 
 SPEC = CollectionSpec.from_dict(
     {

@@ -7,7 +7,7 @@ import os
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.params import CpuParams, CudaParams, Params, ReferenceParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec

@@ -18,7 +18,7 @@ from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.spec import POOLINGS
 from embforge.codegen.spec_schema import json_schema
-from embforge.verify import VerifyReport, VerifyRow
+from embforge.verify.lookups import VerifyReport, VerifyRow
 
 TINY = """
 [[table]]
@@ -256,7 +256,7 @@ def test_verify_passes_and_reports(tiny: str) -> None:
 def test_verify_that_fails_is_exit_code_1(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [VerifyRow("fine", 1, 0.0, True), VerifyRow("bits", 3, 0.5, False, "feature 'f', sample 2: 1.0 is not 1.5")]
     report = VerifyReport("cpu", "avx2", 2, 0, tuple(rows))
-    monkeypatch.setattr("embforge.verify.verify", lambda *args, **kwargs: report)
+    monkeypatch.setattr("embforge.verify.lookups.verify", lambda *args, **kwargs: report)
     result = run("verify", tiny, code=1)
     assert "FAILED" in result.stdout and "feature 'f', sample 2" in result.stdout
     assert run_json("verify", tiny, code=1)["passed"] is False

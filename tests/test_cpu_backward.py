@@ -13,7 +13,7 @@ from torch import Tensor
 from training import compare_dense
 
 from embforge import optim
-from embforge.cases import Case, draw_batch, draw_tables
+from embforge.verify.cases import Case, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.codegen.machine import X86_NEEDS, host_isa
 from embforge.codegen.params import CpuBackwardParams

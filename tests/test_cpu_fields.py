@@ -15,7 +15,7 @@ import pytest
 from test_cpu_backward import plan_of, rich_spec, runnable, world_of
 from test_forward_train import CASES, SPEC, probe_of, same
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.codegen.build import build, source_of
 from embforge.codegen.layout import layout_of
 from embforge.codegen.machine import find_compiler, host_isa
@@ -31,8 +31,8 @@ from embforge.launch.cpu.forward import CpuForward
 from embforge.launch.cpu.backward import CpuBackward, CpuReduce, CpuWeightGradient
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.reference.forward_train import lookup_train
-from embforge.probes import call_of
-from embforge.verify import torch_threads
+from embforge.verify.probes import call_of
+from embforge.verify.lookups import torch_threads
 
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 PARALLEL_FOR = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, BODY, ctypes.c_void_p)

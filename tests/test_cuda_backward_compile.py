@@ -22,7 +22,7 @@ from embforge.codegen.targets.cuda.arch import ARCHS
 from embforge.codegen.targets.cuda.backward_geometry import row_buckets
 from embforge.codegen.targets.cuda.shared_memory import SCALARS, shared_bytes
 from embforge.collection import EmbeddingCollection
-from embforge.pairwise import covering
+from embforge.verify.pairwise import covering
 
 USUAL = CollectionSpec((TableSpec("t", 100_000, 128),), (FeatureSpec("f", "t"),), name="d128")
 MIXED = CollectionSpec(

@@ -16,7 +16,7 @@ from loaders import LOADERS, PARTS, archive
 
 from embforge.codegen.reading.documents import MOST_DEPTH, DocumentError, parse_json, parse_toml, read_file, shown
 from embforge.codegen.errors import MissingKernelError, WorkloadError
-from embforge.trace_file import read_trace
+from embforge.trace.file_format import read_trace
 
 
 def deep(levels: int) -> bytes:

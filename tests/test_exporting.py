@@ -19,11 +19,11 @@ from tuned_records import FAST, FASTER, record_of
 from tuned_records import SPEC as TUNED_SPEC
 
 import embforge as ef
-from embforge import ops
+from embforge.operators import lookup as ops
 from embforge.cli.gen import emit
 from embforge.codegen.errors import MissingKernelError, PlanError
 from embforge.codegen.machine import X86_NEEDS, host_isa
-from embforge.exported import ExportedLookup, lookup_kernel
+from embforge.operators.exported import ExportedLookup, lookup_kernel
 from embforge.launch import kernels
 from embforge.launch.kernels import Program
 from embforge.tuner.store import save
@@ -66,7 +66,7 @@ import torch
 from embforge.codegen import machine
 machine.host_isa = lambda: "generic"  # as if this were another machine
 model = torch.export.load("model.pt2").module()
-assert "embforge.ops" not in sys.modules
+assert "embforge.operators.lookup" not in sys.modules
 for given, wanted in torch.load("expected.pt"):
     assert all(map(torch.equal, model(*given), wanted))
 given[0][0] = 1000

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embforge.backends import arch_of
-from embforge.cases import Case, Drawn, draw_batch, draw_tables
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.cli.common import load_spec
 from embforge.codegen.layout import layout_of
@@ -21,8 +21,8 @@ from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.reference.forward import lookup
 from embforge.launch.reference.forward_train import lookup_train
 from embforge.places import divisor_place, winner_place
-from embforge.probes import Probe, call_of
-from embforge.verify import first_difference, torch_threads
+from embforge.verify.probes import Probe, call_of
+from embforge.verify.lookups import first_difference, torch_threads
 
 SPEC = CollectionSpec(
     [TableSpec("a", 60, 5), TableSpec("b", 40, 8, "fp16"), TableSpec("c", 30, 24)],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import embforge as ef
 from embforge import functional
-from embforge.given import programs_for
+from embforge.functional.external_weights import programs_for
 
 embedding, embedding_bag = ef.functional.embedding, ef.functional.embedding_bag
 DIM = 8

@@ -31,7 +31,7 @@ from strategies import cases, seeds
 from torch import Tensor
 
 from embforge import optim
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.collection import EmbeddingCollection
 
 BACKENDS = ("reference", "cpu")

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import embforge as ef
 from embforge import recording as recording_module
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.recording import record
-from embforge.trace_file import read_trace
+from embforge.trace.file_format import read_trace
 from embforge.tuner.workload import Batch, make_batch, parse
 
 SPEC = ef.CollectionSpec(

@@ -11,7 +11,7 @@ from conformance import naive
 from hypothesis import given
 from strategies import cases, examples, seeds, specs
 
-from embforge.cases import Case, Drawn, draw_batch, draw_tables
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch.reference.forward import forward as reference

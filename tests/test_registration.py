@@ -23,8 +23,8 @@ CALL = """
 import sys, warnings
 warnings.simplefilter("error")
 {imports}
-assert not any(name.startswith(("pydantic", "jinja2", "embforge.codegen", "embforge.ops")) for name in sys.modules)
-assert "embforge.torch_import" not in [type(finder).__module__ for finder in sys.meta_path]
+assert not any(name.startswith(("pydantic", "jinja2", "embforge.codegen", "embforge.operators.lookup")) for name in sys.modules)
+assert "embforge.operators.torch_import" not in [type(finder).__module__ for finder in sys.meta_path]
 assert vars(torch.__spec__.loader).keys() == {{"name", "path"}}
 ids, weight = torch.tensor([1, 5]), torch.eye(3)
 print(torch.ops.embforge.gather(ids, weight, -1).tolist(), torch.ops.embforge.lookup.default)
@@ -66,8 +66,8 @@ def test_the_last_step_is_taken_once_and_only_by_an_import(imitation: Path) -> N
     """Not by a look for torch, nor by an import that fails; and two of them do not call each other for ever."""
     code = """
 import importlib.util, sys, threading
-from embforge.torch_import import when_torch_is_imported
-sys.meta_path[:] = [finder for finder in sys.meta_path if "embforge.torch_import" not in type(finder).__module__]
+from embforge.operators.torch_import import when_torch_is_imported
+sys.meta_path[:] = [finder for finder in sys.meta_path if "embforge.operators.torch_import" not in type(finder).__module__]
 done = []
 for name in "ab":
     when_torch_is_imported(lambda name=name: done.append((name, sys.modules["torch"].ready)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import embforge
-from embforge.cases import Case, draw_batch, draw_tables
+from embforge.verify.cases import Case, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.cli.gen import emit
 from embforge.codegen.errors import KernelBugError, MissingKernelError
@@ -25,7 +25,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt.toolchain import _simt_directory, compile_image
 from embforge.collection import EmbeddingCollection
 from embforge.launch.simt.counters import KernelCounters, Traffic, kind_of, together
-from embforge.counting import count_lookup
+from embforge.verify.counting import count_lookup
 from embforge.inputs import Batch
 from embforge.launch.reference.forward import forward as reference
 from embforge.launch.simt.forward import report as simt_report

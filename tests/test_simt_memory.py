@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.build import build, source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams

@@ -17,9 +17,9 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
 from embforge.launch.simt.forward import SimtForward
-from embforge.pairwise import covering
-from embforge.probes import Probe, few_probes_of
-from embforge.verify import VerifyReport, check_on_simt, distinct, plans_to_verify, verify
+from embforge.verify.pairwise import covering
+from embforge.verify.probes import Probe, few_probes_of
+from embforge.verify.lookups import VerifyReport, check_on_simt, distinct, plans_to_verify, verify
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
 """One of each kind: least shared memory, 16-byte loads, hardware fp8, 32-byte loads, fewer threads a multiprocessor."""
@@ -80,7 +80,7 @@ TINY = CollectionSpec(
 def test_verify_counts_plans_and_tells_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     some = plans_to_verify(TINY, "simt", DEFAULT_ARCH, None)[:5]
     hinted = [replace(plan, params=replace(plan.params, cache_hint="default")) for plan in some[:2]]
-    monkeypatch.setattr("embforge.verify.plans_to_verify", lambda *arguments: some + hinted)
+    monkeypatch.setattr("embforge.verify.lookups.plans_to_verify", lambda *arguments: some + hinted)
     told = []
     report = verify(TINY, on="simt", progress=lambda what, done, total: told.append(what))
     assert report.passed and (report.on, report.arch, report.plans, report.left_out) == ("simt", DEFAULT_ARCH, 5, 2)

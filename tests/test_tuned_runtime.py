@@ -17,7 +17,7 @@ import torch
 from tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, this_machine, write_spec
 
 import embforge as ef
-from embforge import parameters
+from embforge import plan_choice as parameters
 from embforge.cli.gen import emit
 from embforge.cli.tuned_plans import hardware_for
 from embforge.codegen.errors import MissingKernelError

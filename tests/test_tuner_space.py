@@ -19,7 +19,7 @@ from strategies import examples
 from test_cpu_fields import counted_tasks, forward, machine_code, one_table
 from test_forward_train import probe_of
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.codegen.build import build, source_of
 from embforge.codegen.errors import PlanError
 from embforge.codegen.machine import find_compiler, host_isa
@@ -33,7 +33,7 @@ from embforge.codegen.plans import update_named
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.record import Hardware
 from embforge.launch.cpu.forward import CpuForward
-from embforge.probes import call_of
+from embforge.verify.probes import call_of
 from embforge.tuner.constraints import Context
 from embforge.tuner.space import (
     ENUMERATE_BELOW,

@@ -26,7 +26,7 @@ from embforge.codegen.plans import update_named
 from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.stores import read_stores
-from embforge.trace_file import Trace, write_trace
+from embforge.trace.file_format import Trace, write_trace
 from embforge.tuner import sectors, static
 from embforge.tuner.estimate import FORMULA, MULTIPROCESSORS, Flight, cost, demand_of, promised_flight
 from embforge.tuner.sectors import sector_counter

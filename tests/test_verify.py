@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from embforge import optim
-from embforge import verify as module
-from embforge.cases import Case, draw_batch, draw_tables
+from embforge.verify.lookups import lookups as module
+from embforge.verify.cases import Case, draw_batch, draw_tables
 from embforge.cli.common import load_spec
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import layout_of
@@ -20,10 +20,10 @@ from embforge.codegen.params import PARAMS, CpuParams, ReferenceParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.launch.reference.forward import forward as reference
-from embforge.pairwise import covering
+from embforge.verify.pairwise import covering
 from embforge.places import sequence_place
 from embforge.sharded import ShardedEmbeddingCollection, ShardPlan
-from embforge.verify import first_difference, plans_to_verify, verify
+from embforge.verify.lookups import first_difference, plans_to_verify, verify
 
 SPEC = CollectionSpec(
     [TableSpec("wide", 30, 24), TableSpec("narrow", 2000, 3, "fp16"), TableSpec("tiny", 20, 20, "fp8_e4m3")],
@@ -243,7 +243,7 @@ def test_without_a_gpu_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_training_of_a_table_with_one_row_is_compared() -> None:
     """The state of its only row is a view with a stride that its bytes cannot have."""
-    from embforge.training_run import bits_of
+    from embforge.verify.training_run import bits_of
 
     state = torch.arange(8, dtype=torch.float32)[::4][:1]
     assert state.stride() == (4,) and bits_of(state).shape == (1, 4)

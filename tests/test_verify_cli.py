@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from embforge.cli.main import main
 from embforge.codegen.errors import KernelBugError
 from embforge.device import facts_of
-from embforge.verify import VerifyReport, VerifyRow
+from embforge.verify.lookups import VerifyReport, VerifyRow
 
 TINY = """
 name = "tiny-cli"
@@ -112,7 +112,7 @@ def test_a_directory_that_takes_no_file_is_found_before_the_run(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    monkeypatch.setattr("embforge.verify.verify", None)
+    monkeypatch.setattr("embforge.verify.lookups.verify", None)
     assert "directory . (Read-only file system); give a file elsewhere" in run(tiny, *words, code=2).stderr
 
 
@@ -131,7 +131,7 @@ def a_simt(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
         assert json.loads(Path("simt.json").read_text())["passed"], "the verdict is not written yet"
         raise KernelBugError(FAILED.detail)
 
-    monkeypatch.setattr("embforge.verify.verify", lambda spec, **more: VerifyReport("simt", "sm_90", 2, 0, tuple(rows)))
+    monkeypatch.setattr("embforge.verify.lookups.verify", lambda spec, **more: VerifyReport("simt", "sm_90", 2, 0, tuple(rows)))
     monkeypatch.setattr("embforge.cli.display.counters.count_spec", count)
     return rows
 
@@ -163,7 +163,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
     def answer(spec: Any, *, on: str, **more: Any) -> VerifyReport:
         return VerifyReport(on, "sm_90", 38, 0, tuple(rows), FACTS)
 
-    monkeypatch.setattr("embforge.verify.verify", answer)
+    monkeypatch.setattr("embforge.verify.lookups.verify", answer)
     return rows
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.cases import draw_tables
+from embforge.verify.cases import draw_tables
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.params import CudaBackwardParams, ReferenceParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import HYPER, Rule, Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.dense_ops import dense_gradients
+from embforge.operators.dense import dense_gradients
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of

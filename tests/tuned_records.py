@@ -10,7 +10,7 @@ from embforge.codegen.params import CpuBackwardParams, CpuParams, Params
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.tuned.record import Gain, Hardware, Key, Record, Traffic
 from embforge.codegen.tuned.shape import shape_of
-from embforge.parameters import cpu_hardware
+from embforge.plan_choice import cpu_hardware
 
 SPEC = CollectionSpec([TableSpec("t", 500, 16)], [FeatureSpec("f", "t"), FeatureSpec("g", "t", "mean")])
 FAST = CpuParams(prefetch_bytes=1024, tile_vectors=4)

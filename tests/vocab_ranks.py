@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import embforge as ef
-from embforge import parts
+from embforge.functional import tensor_parallel as parts
 from embforge.sharded.vocab_parallel import VocabParallelEmbedding
 
 MOST_RANKS = 4

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embforge import optim
-from embforge.cases import draw_tables
+from embforge.verify.cases import draw_tables
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.params import ReferenceParams
@@ -27,7 +27,7 @@ from embforge.storage.static import StaticTable
 from embforge.training.calls import Storage
 from embforge.training.numbers import Numbers
 from embforge.tuner.peers import fill_table
-from embforge.verify_training import ANY_NUMBER, optimizer_named
+from embforge.verify.training import ANY_NUMBER, optimizer_named
 
 LR = 0.05
 GRADIENT_SEED = 7

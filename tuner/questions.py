@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.plans import keeps_for_backward
@@ -21,8 +21,8 @@ from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.reference.backward import put_rows
 from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
-from embforge.probes import FEW_FOR_ALL, FEW_FOR_ONE, FEW_SPECIAL, shrunk
-from embforge.training_run import CASES, bits_of
+from embforge.verify.probes import FEW_FOR_ALL, FEW_FOR_ONE, FEW_SPECIAL, shrunk
+from embforge.verify.training_run import CASES, bits_of
 from embforge.tuner.arena import Arena, drawn_arena, gradients_for
 
 TRAINED_ROWS = 200

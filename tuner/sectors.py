@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from embforge.cases import draw_tables
+from embforge.verify.cases import draw_tables
 from embforge.codegen.layout import layout_of
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.counting import count_lookup
+from embforge.verify.counting import count_lookup
 from embforge.inputs import Batch
-from embforge.probes import shrunk
+from embforge.verify.probes import shrunk
 from embforge.tuner.workload import Workload, make_batch
 
 MOST_ROWS, MOST_TABLE_BYTES = 20_000, 1 << 24

@@ -19,7 +19,7 @@ from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.tuned.record import Hardware
-from embforge.pairwise import covering
+from embforge.verify.pairwise import covering
 from embforge.tuner import constraints_cpu, constraints_cuda
 from embforge.tuner.constraints import Context, Rules
 

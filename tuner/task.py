@@ -192,7 +192,7 @@ def _hardware(on: str) -> tuple[Hardware, str]:
     import torch
 
     if on == "cpu":
-        from embforge.parameters import cpu_hardware
+        from embforge.plan_choice import cpu_hardware
 
         return cpu_hardware(), host_isa()
     if on != "cuda":

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from embforge.codegen.errors import WorkloadError
 from embforge.codegen.spec import CollectionSpec
-from embforge.trace_file import Trace, read_trace
+from embforge.trace.file_format import Trace, read_trace
 from embforge.tuner.laws import Ints, Rng
 
 STEEPEST = 4.0

@@ -51,7 +51,7 @@ from embforge.tuner.outcome import Failure, LaunchFailed, Paired, Timed, WrongAn
 from embforge.tuner.questions import Question, ask, difference, questions_of
 from embforge.tuner.quiet import Clocks, usage_since
 from embforge.tuner.timers import CpuTimer, CudaTimer, Run, Timer
-from embforge.verify import torch_threads
+from embforge.verify.lookups import torch_threads
 
 FEW_ROUNDS, MOST_ROUNDS = 5, 24
 SCREEN_SECONDS = 0.25

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from embforge.codegen.spec import CollectionSpec
     from embforge.launch.simt.counters import Traffic
-    from embforge.counting import CountedKernel
+    from embforge.verify.counting import CountedKernel
 
 NOTE = (
     "Counted as the source issues warp instructions; caches and what a GPU's compiler makes of it are not known here. "
@@ -22,13 +22,13 @@ def count_spec(spec: CollectionSpec, *, arch: str | None, params: Any, workload:
     """The counters of the spec's default kernel, or of the given fields, for one batch of a workload."""
     import torch
 
-    from embforge.cases import draw_tables
+    from embforge.verify.cases import draw_tables
     from embforge.codegen.params import CudaParams
     from embforge.codegen.plan import Plan
     from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
-    from embforge.counting import count_lookup
+    from embforge.verify.counting import count_lookup
     from embforge.inputs import Batch
-    from embforge.probes import shrunk
+    from embforge.verify.probes import shrunk
     from embforge.tuner.workload import make_batch, parse
 
     small, law = shrunk(spec, COUNTED_ROWS), parse(workload)

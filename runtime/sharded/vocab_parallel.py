@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from embforge.chosen_device import chosen_device
 from embforge.functional import parallel_embedding
-from embforge.given import check_device, check_ids
-from embforge.parts import Parts, gathered_columns, gathered_rows, process_group_of
+from embforge.functional.external_weights import check_device, check_ids
+from embforge.functional.tensor_parallel import Parts, gathered_columns, gathered_rows, process_group_of
 
 DRAWN_ELEMENTS = 1 << 22
 """About as many numbers are drawn at once at the start."""

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from strategies import VARIANTS, cases, examples, seeds, specs
 
 from embforge.backends import arch_of
-from embforge.cases import Case, Drawn, draw_batch, draw_tables
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch.reference.forward import forward as reference
 from embforge.launch.kernels import Kernel, Program, kernel_of
-from embforge.probes import Probe, Result, run
-from embforge.verify import first_difference, torch_threads
+from embforge.verify.probes import Probe, Result, run
+from embforge.verify.lookups import first_difference, torch_threads
 
 THREADS = {"reference": (1,), "cpu": (1, 2, 5), "simt": (1, 1), "cuda": (1,)}
 """How often a batch is run, and with how many threads. On simt each run has another schedule."""

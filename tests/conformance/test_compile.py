@@ -10,8 +10,8 @@ import torch
 from conformance.backends import collection, device_of, every_backend, refusal
 from torch import Tensor, nn
 
-from embforge import ops
-from embforge.cases import Case, draw_batch
+from embforge.operators import lookup as ops
+from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.launch.kernels import Program

@@ -15,8 +15,8 @@ from conformance.training import ONE, draw, snapshot, trained
 from torch import Tensor
 
 import embforge as ef
-from embforge.cases import Case
-from embforge.training_run import training_run
+from embforge.verify.cases import Case
+from embforge.verify.training_run import training_run
 
 STEPS = 10
 """Every case of a training run once."""

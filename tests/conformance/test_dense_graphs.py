@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
-from embforge.dense_ops import dense_gradients, lookup_dense
+from embforge.operators.dense import dense_gradients, lookup_dense
 from embforge.training.calls import Programs
 
 

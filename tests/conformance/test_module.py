@@ -12,7 +12,7 @@ import torch
 from conformance.backends import collection, device_of, every_backend
 from torch import Tensor, nn
 
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.errors import SpecError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection

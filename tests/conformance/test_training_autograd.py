@@ -23,7 +23,7 @@ from conformance.training import (
 from torch import Tensor, nn
 
 from embforge import optim
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.layout import layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch

@@ -15,7 +15,7 @@ import embforge as ef
 from embforge.codegen.params import CudaParams
 from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.plans import training_plans
-from embforge.training_run import Trained, bits_of, training_run
+from embforge.verify.training_run import Trained, bits_of, training_run
 
 STEPS, FEW_STEPS = 50, 12
 AT_LENGTH = ("rowwise_adagrad", "adam")

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from embforge import ops, optim
+from embforge import optim
+from embforge.operators import lookup as ops
 from embforge.collection import EmbeddingCollection
 from embforge.launch.reference.forward import backward as reference_backward
 from embforge.training.calls import Programs

@@ -12,7 +12,7 @@ from conformance.backends import collection, device_of
 from torch import Tensor
 
 from embforge import optim
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.cases import Case, Drawn, draw_batch, draw_tables
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan

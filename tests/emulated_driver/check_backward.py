@@ -9,7 +9,7 @@ import pytest
 import torch
 import training
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.launch.kernels import Program, kernel_of
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE, assert_same_bits, untouched

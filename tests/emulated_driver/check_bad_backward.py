@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.codegen.errors import LaunchError
 from embforge.codegen.targets.cuda.backward_launch import backward_launch
 from embforge.launch.gpu import backward_call

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.launch.cuda.forward import CudaForward
 from embforge.launch.metadata import metadata_of
 from emulated_driver import control

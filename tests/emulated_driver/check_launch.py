@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.codegen.targets.cuda.launch import launch_of, shape_of
 from embforge.launch.gpu import forward_call
 from embforge.launch.cuda.forward import CudaForward

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import embforge as ef
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from emulated_driver import control
 from emulated_driver.trained import SPEC
 

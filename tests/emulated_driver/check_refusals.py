@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from embforge.cases import Case
+from embforge.verify.cases import Case
 from embforge.codegen.errors import LaunchError, ToolchainError
 from embforge.codegen.targets.cuda.launch import launch_of
 from embforge.launch.cuda.forward import kernels as cuda_kernels

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from embforge import collection, ops
+from embforge import collection
+from embforge.operators import lookup as ops
 from emulated_driver import control
 from emulated_driver import torch_cuda as cuda
 from emulated_driver.control import driver_call

@@ -13,7 +13,7 @@ import torch
 import training
 from torch import Tensor
 
-from embforge.cases import Case, draw_batch
+from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.params import CudaBackwardParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.builtin import rowwise_adam

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embforge.cases import draw_tables
+from embforge.verify.cases import draw_tables
 from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams

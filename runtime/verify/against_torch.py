@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from embforge.cases import Drawn
+from embforge.verify.cases import Drawn
 from embforge.codegen.layout import FeatureLayout, layout_of
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.spec import CollectionSpec

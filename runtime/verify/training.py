@@ -13,8 +13,8 @@ from embforge.codegen.errors import KernelBugError, RuleError
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.plans import numbers_named, update_named
-from embforge.training_run import Trained, bits_of, training_run
-from embforge.verify import VerifyRow
+from embforge.verify.training_run import Trained, bits_of, training_run
+from embforge.verify.lookups import VerifyRow
 
 STEPS = 20
 ANY_NUMBER = 0.1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embforge.arguments import sequence_elements
-from embforge.cases import Case, Drawn, draw_batch, draw_tables
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, TableSpec

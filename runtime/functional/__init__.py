@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.bag import embedding_bag
+from embforge.functional.bag import embedding_bag
 from embforge.collection import EmbeddingCollection
-from embforge.given import check_device, check_ids, forward_kernel, programs_for
+from embforge.functional.external_weights import check_device, check_ids, forward_kernel, programs_for
 from embforge.inputs import Batch
 from embforge.launch.metadata import metadata_of
-from embforge.parts import Parts, group_of, parts_of, side_by_side, summed
-from embforge.registration import Implementation, register
+from embforge.functional.tensor_parallel import Parts, group_of, parts_of, side_by_side, summed
+from embforge.operators.registration import Implementation, register
 
 __all__ = ["embedding", "embedding_bag"]
 

@@ -49,7 +49,7 @@ class Implementation(NamedTuple):
 LOOKUP = Operator(
     "lookup(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[]? sequence_rows, "
     "str program, str bounds_check) -> (Tensor pooled, Tensor sequence)",
-    "embforge.ops",
+    "embforge.operators.lookup",
     has_backward=True,
 )
 """For results that are not differentiated: its backward is an error. `tables`: `[rows, dim]` in layout order.
@@ -60,7 +60,7 @@ LOOKUP_TRAIN = Operator(
     "lookup_train(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, Tensor[] states, Tensor anchor, "
     "Tensor hyper, Tensor counters, SymInt[] sequence_rows, str forward, str backward, str weight_gradient, "
     "str bounds_check, bool[] trainable) -> (Tensor pooled, Tensor sequence, Tensor divisors, Tensor winners)",
-    "embforge.ops",
+    "embforge.operators.lookup",
     has_backward=True,
 )
 """A lookup whose backward updates `tables` and `states`. `tables`: `[rows, stride]`, all memory of each, because
@@ -71,7 +71,7 @@ UPDATE = Operator(
     "update_(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
     "Tensor divisors, Tensor winners, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor hyper, Tensor(c!) counters, "
     "str program, str bounds_check, bool[] trainable) -> Tensor",
-    "embforge.ops",
+    "embforge.operators.lookup",
 )
 """Rows and states updated from the gradients of a lookup. Returns 0, or infinity where `hyper` has a loss scale and
 gradients are not finite: then nothing has changed."""
@@ -79,7 +79,7 @@ gradients are not finite: then nothing has changed."""
 WEIGHT_GRADIENT = Operator(
     "weight_gradient(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
     "Tensor divisors, Tensor winners, Tensor[] tables, str program, str bounds_check) -> Tensor",
-    "embforge.ops",
+    "embforge.operators.lookup",
 )
 """The gradient of a lookup's weights, `[ids]`. `tables`: `[rows, stride]`, or `[rows, dim]` as far apart."""
 
@@ -87,7 +87,7 @@ LOOKUP_DENSE = Operator(
     "lookup_dense(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[]? sequence_rows, "
     "str forward, str reduce, str weight_gradient, str bounds_check) "
     "-> (Tensor pooled, Tensor sequence, Tensor divisors, Tensor winners)",
-    "embforge.dense_ops",
+    "embforge.operators.dense",
     has_backward=True,
 )
 """A lookup with dense gradients of `tables`, `[rows, dim]` in layout order, and gradients of `weights`. Results and
@@ -96,7 +96,7 @@ programs are those of `lookup_train`; `reduce` adds up the gradients of rows. `s
 DENSE_GRADIENTS = Operator(
     "dense_gradients(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
     "Tensor divisors, Tensor winners, str program, str bounds_check, bool[] wanted) -> Tensor[]",
-    "embforge.dense_ops",
+    "embforge.operators.dense",
 )
 """The gradients of those tables of a lookup that are wanted, `[rows, dim]` each. Rows are not read, so tables may have
 changed since the forward."""

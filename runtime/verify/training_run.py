@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.cases import Case, Drawn, draw_batch
+from embforge.verify.cases import Case, Drawn, draw_batch
 from embforge.codegen.spec import CollectionSpec
 from embforge.collection import EmbeddingCollection
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from embforge.arguments import check_sequence_rows, checked_batch, checked_gradients, sequence_elements
 from embforge.launch.metadata import check_tables
-from embforge.ops import kept_fake, kept_results, program_of
-from embforge.registration import Implementation, register
+from embforge.operators.lookup import kept_fake, kept_results, program_of
+from embforge.operators.registration import Implementation, register
 from embforge.storage.parameter_table import dense_gradient
 from embforge.storage.static import NO_FP8_GRADIENT, torch_dtype
 from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce

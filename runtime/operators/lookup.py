@@ -23,11 +23,11 @@ from embforge.arguments import (
     sequence_elements,
 )
 from embforge.codegen.dtypes import DTYPES
-from embforge.exported import lookup_kernel, lookup_named
+from embforge.operators.exported import lookup_kernel, lookup_named
 from embforge.launch.grouped import parts_of
 from embforge.launch.kernels import Program
 from embforge.launch.metadata import check_tables, metadata_of
-from embforge.registration import Implementation, register
+from embforge.operators.registration import Implementation, register
 from embforge.training.around import refuse_replicas
 from embforge.training.calls import (
     ROWS_CHANGED,

@@ -24,7 +24,7 @@ from embforge.codegen.params import Params, params_from
 from embforge.codegen.plan import PLAN_SCHEMA, Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.launch.kernels import Kernel, Program, kernel_of
-from embforge.parameters import choose_params, usable
+from embforge.plan_choice import choose_params, usable
 
 
 @dataclass(frozen=True)

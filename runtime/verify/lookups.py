@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.against_torch import differences_from_torch
+from embforge.verify.against_torch import differences_from_torch
 from embforge.backends import arch_of
 from embforge.codegen.build import build_many, source_of
 from embforge.codegen.dtypes import ID_DTYPES
@@ -26,9 +26,9 @@ from embforge.codegen.targets.simt.image import device_code
 from embforge.device import gpu_facts
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.launch.simt.forward import SimtForward, SimtOptions
-from embforge.pairwise import covering
+from embforge.verify.pairwise import covering
 from embforge.places import pooled_place, sequence_place
-from embforge.probes import Probe, Progress, Result, call_of, few_probes_of, probes_of, run, whole
+from embforge.verify.probes import Probe, Progress, Result, call_of, few_probes_of, probes_of, run, whole
 
 SCHEDULES = 3
 """Seeds that the default plan is run with on simt. Every other plan has one, each another one."""

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from embforge.archive import read_arrays
+from embforge.trace.archive import read_arrays
 from embforge.codegen.cache import write_atomically
 from embforge.codegen.reading.documents import DocumentError, parse_json, shown
 from embforge.codegen.errors import WorkloadError

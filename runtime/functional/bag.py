@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embforge.given import Texts, check_device, check_ids, forward_kernel, programs_for
+from embforge.functional.external_weights import Texts, check_device, check_ids, forward_kernel, programs_for
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients, readable
 from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce, run_weight_gradient

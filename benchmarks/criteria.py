@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.workloads import BenchWorkload
-from embforge.tuner.bench_report import BenchReport
-from embforge.tuner.quiet import QUIET
+from embforge.tuner.bench.report import BenchReport
+from embforge.tuner.measure.quiet import QUIET
 
 
 @dataclass(frozen=True)

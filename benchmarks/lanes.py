@@ -28,7 +28,7 @@ from embforge.launch.simt.counters import SECTOR, KernelCounters, Traffic, total
 from embforge.verify.counting import count_lookup
 from embforge.inputs import Batch
 from embforge.verify.probes import shrunk
-from embforge.tuner.workload import make_batch, parse
+from embforge.tuner.workload.workload import make_batch, parse
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "emulated_gpu.md"

@@ -26,12 +26,12 @@ from benchmarks.criteria import Verdict
 from benchmarks.page import PAGE, facts_line, replace_between, target_lines
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
-from embforge.tuner.bench_report import last_level_cache_bytes, machine_facts
-from embforge.tuner.measure import Rotation
-from embforge.tuner.quiet import QUIET, Clocks, others_since, wait_until_quiet
-from embforge.tuner.training import our_module
-from embforge.tuner.training_rules import RULES, gradients_of
-from embforge.tuner.workload import Fixed, Workload, make_batch
+from embforge.tuner.bench.report import last_level_cache_bytes, machine_facts
+from embforge.tuner.measure.paired import Rotation
+from embforge.tuner.measure.quiet import QUIET, Clocks, others_since, wait_until_quiet
+from embforge.tuner.bench.training import our_module
+from embforge.tuner.bench.training_rules import RULES, gradients_of
+from embforge.tuner.workload.workload import Fixed, Workload, make_batch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_name("results") / "latest-linear.json"

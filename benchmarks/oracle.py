@@ -28,13 +28,13 @@ from embforge.codegen.build import build_many
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.tuned.record import Hardware, Record
 from embforge.codegen.tuned.stores import read_file
-from embforge.tuner.bench_judge import BenchJudge
-from embforge.tuner.decision import gain_of
-from embforge.tuner.messages import Setup
-from embforge.tuner.outcome import Timed
-from embforge.tuner.quiet import wait_until_quiet
-from embforge.tuner.stats import noise_floor
-from embforge.tuner.task import Task
+from embforge.tuner.judge.bench_judge import BenchJudge
+from embforge.tuner.study.decision import gain_of
+from embforge.tuner.judge.messages import Setup
+from embforge.tuner.judge.outcome import Timed
+from embforge.tuner.measure.quiet import wait_until_quiet
+from embforge.tuner.measure.stats import noise_floor
+from embforge.tuner.study.task import Task
 
 BUDGET = "3m"
 LEAST_SHARE = 0.95

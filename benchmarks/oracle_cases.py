@@ -12,7 +12,7 @@ from embforge.codegen.reading.documents import read_json
 from embforge.codegen.errors import TunedError
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.spec import CollectionSpec
-from embforge.tuner.task import Task, task_of
+from embforge.tuner.study.task import Task, task_of
 
 FOLDER = Path(__file__).with_name("oracles")
 

@@ -9,9 +9,9 @@ from benchmarks.criteria import Verdict, geometric_mean
 from benchmarks.plot import draw
 from benchmarks.suites import FORWARD, Suite
 from benchmarks.workloads import BenchWorkload
-from embforge.tuner.bench_report import BenchReport
-from embforge.tuner.measure import Ratio
-from embforge.tuner.peers import PEERS
+from embforge.tuner.bench.report import BenchReport
+from embforge.tuner.measure.paired import Ratio
+from embforge.tuner.bench.peers import PEERS
 
 PAGE = "benchmarks.md"
 FACTS = ("cpu", "threads", "last_level_cache", "system", "torch", "fbgemm", "embforge")

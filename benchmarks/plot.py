@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.suites import FORWARD, Suite
 from benchmarks.workloads import BenchWorkload
-from embforge.tuner.bench_report import BenchReport
+from embforge.tuner.bench.report import BenchReport
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e8ec"
 COLORS = {"torch": "#e4572e", "fbgemm": "#4c6ef5", "limit": "#2b8a6e"}

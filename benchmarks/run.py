@@ -20,9 +20,9 @@ from benchmarks.headline import write_headline
 from benchmarks.page import write_page
 from benchmarks.suites import SUITES, Suite, run_workload
 from benchmarks.workloads import BenchWorkload, read_workloads
-from embforge.tuner.bench_report import LIMIT, OURS, BenchReport
-from embforge.tuner.peers import PEERS
-from embforge.tuner.quiet import wait_until_quiet
+from embforge.tuner.bench.report import LIMIT, OURS, BenchReport
+from embforge.tuner.bench.peers import PEERS
+from embforge.tuner.measure.quiet import wait_until_quiet
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_name("results")

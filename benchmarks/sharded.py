@@ -25,8 +25,8 @@ from benchmarks.page import PAGE, facts_line, replace_between, target_lines, wor
 from benchmarks.sharded_cases import Case, read_cases
 from benchmarks.sharded_ranks import PLANS, TOLERANCE, TORCHREC, Outcome, Task, run_rank
 from embforge.codegen.machine import package_version
-from embforge.tuner.bench_report import OURS, machine_facts
-from embforge.tuner.quiet import QUIET
+from embforge.tuner.bench.report import OURS, machine_facts
+from embforge.tuner.measure.quiet import QUIET
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_name("results")

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from embforge.codegen.layout import layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.peers import fill_table
-from embforge.tuner.workload import make_batch, parse
+from embforge.tuner.bench.peers import fill_table
+from embforge.tuner.workload.workload import make_batch, parse
 
 CASES = Path(__file__).with_name("sharded_cases.toml")
 LEARNING_RATE = 0.05

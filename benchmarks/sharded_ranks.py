@@ -22,9 +22,9 @@ from torch import Tensor
 
 from benchmarks.sharded_cases import BATCHES, LEARNING_RATE, Case, Inputs
 from benchmarks.sharded_torchrec import torchrec_contenders
-from embforge.tuner.bench_report import OURS
-from embforge.tuner.measure import Measurement, Ratio
-from embforge.tuner.quiet import QUIET, Clocks, wait_until_quiet
+from embforge.tuner.bench.report import OURS
+from embforge.tuner.measure.paired import Measurement, Ratio
+from embforge.tuner.measure.quiet import QUIET, Clocks, wait_until_quiet
 
 TORCHREC = "torchrec"
 PLANS = ("row_wise", "table_wise")

@@ -8,10 +8,10 @@ from pathlib import Path
 from benchmarks import criteria, workloads
 from benchmarks.criteria import Bars
 from benchmarks.workloads import BenchWorkload
-from embforge.tuner.bench import bench_spec
-from embforge.tuner.bench_report import GATHER_LIMIT, LIMIT, OURS, BenchReport
-from embforge.tuner.peers import PEERS
-from embforge.tuner.training import bench_training
+from embforge.tuner.bench.forward import bench_spec
+from embforge.tuner.bench.report import GATHER_LIMIT, LIMIT, OURS, BenchReport
+from embforge.tuner.bench.peers import PEERS
+from embforge.tuner.bench.training import bench_training
 
 
 @dataclass(frozen=True)

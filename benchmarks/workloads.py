@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.training_rules import RULES
+from embforge.tuner.bench.training_rules import RULES
 
 FORWARD = Path(__file__).with_name("forward.toml")
 TRAINING = Path(__file__).with_name("training.toml")

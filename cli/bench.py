@@ -60,10 +60,10 @@ def bench(
     Exits with 1 if results differ by more than rounding. Ratios are shown only if nobody else used the machine
     meanwhile; --json has "disturbed".
     """
-    from embforge.tuner.bench import bench_spec
-    from embforge.tuner.peers import PEERS
-    from embforge.tuner.training import bench_training
-    from embforge.tuner.training_rules import RULES
+    from embforge.tuner.bench.forward import bench_spec
+    from embforge.tuner.bench.peers import PEERS
+    from embforge.tuner.bench.training import bench_training
+    from embforge.tuner.bench.training_rules import RULES
 
     peers = [name.strip() for name in against.split(",") if name.strip()]
     for name in peers:

@@ -63,10 +63,10 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
     from embforge.cli.display.tune_result import comparison_table, result_json
     from embforge.cli.verify import check_table
     from embforge.codegen.errors import ToolchainError
-    from embforge.tuner.bench import bench_spec
-    from embforge.tuner.quiet import wait_until_quiet
-    from embforge.tuner.report import headline
-    from embforge.tuner.report_data import report_of
+    from embforge.tuner.bench.forward import bench_spec
+    from embforge.tuner.measure.quiet import wait_until_quiet
+    from embforge.tuner.report.page import headline
+    from embforge.tuner.report.data import report_of
     from embforge.tuner.tune import tune
     from embforge.verify.lookups import verify
 

@@ -198,7 +198,7 @@ def _step(
     from embforge.codegen.planner.cost import Step
     from embforge.codegen.sharding.traffic import Wire
     from embforge.codegen.plans import update_named
-    from embforge.tuner import workload as workloads
+    from embforge.tuner.workload.workload import workload as workloads
 
     said = workloads.parse(workload)
     numbers = workloads.traffic(spec, said)

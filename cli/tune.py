@@ -24,7 +24,7 @@ from embforge.cli.durations import Duration
 
 if TYPE_CHECKING:
     from embforge.codegen.spec import CollectionSpec
-    from embforge.tuner.static import StaticReport
+    from embforge.tuner.estimate.static import StaticReport
 
 DEFAULT_SECONDS = 180.0
 INTERRUPTED = 130
@@ -215,7 +215,7 @@ def _list(spec: CollectionSpec, on: str, train: str | None, arch: str | None, id
     from embforge.codegen.machine import host_isa
     from embforge.codegen.plans import update_named
     from embforge.codegen.tuned.hardware import any_gpu
-    from embforge.tuner.space import space_of
+    from embforge.tuner.search.space import space_of
 
     op, update = ("forward", None) if train is None else ("backward", update_named(train))
     arch = host_isa() if on == "cpu" else arch or "sm_90"
@@ -242,10 +242,10 @@ def _estimate(
 ) -> None:
     from embforge.cli.display.tune_tables import static_table
     from embforge.codegen.plans import update_named
-    from embforge.tuner.estimate import FORMULA
-    from embforge.tuner.seeds import save_seeds
-    from embforge.tuner.static import rank
-    from embforge.tuner.workload import Workload, parse
+    from embforge.tuner.estimate.estimate import FORMULA
+    from embforge.tuner.estimate.seeds import save_seeds
+    from embforge.tuner.estimate.static import rank
+    from embforge.tuner.workload.workload import Workload, parse
 
     op, update = ("forward", None) if train is None else ("backward", update_named(train))
     workload = parse(workloads[0]) if workloads else Workload()
@@ -266,7 +266,7 @@ def _estimate(
 
 
 def _estimate_json(report: StaticReport, path: Path | None) -> dict[str, Any]:
-    from embforge.tuner.estimate import FORMULA
+    from embforge.tuner.estimate.estimate import FORMULA
 
     return {
         "estimate": True,
@@ -285,8 +285,8 @@ def _tune(spec: CollectionSpec, budget: float | None, page: Path | None, as_json
     with waiting("loading torch and the tuner"):
         from embforge.cli.display.tune_progress import Status, display
         from embforge.cli.display.tune_result import places_of, print_result, result_json
-        from embforge.tuner.report import write_report
-        from embforge.tuner.report_data import report_of
+        from embforge.tuner.report.page import write_report
+        from embforge.tuner.report.data import report_of
         from embforge.tuner.tune import tune as run
 
     status = Status(budget, anchor="the baseline" if options["baseline"] else "the default")

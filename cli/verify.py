@@ -88,7 +88,7 @@ def verify(
     --on cuda writes a report file, also if kernels fail: please attach it to an issue, whatever it says.
     """
     from embforge.cli.report import report_data, report_name, verdict, why_not_writable, write_report
-    from embforge.tuner.workload import parse
+    from embforge.tuner.workload.workload import parse
     from embforge.verify.lookups import verify as run_checks
     from embforge.verify.training import optimizer_named
 

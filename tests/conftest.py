@@ -47,7 +47,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real finals as where nobody tells what others use of the CPUs: none of their rounds is taken again."""
-    from embforge.tuner.bench_judge import BenchJudge
+    from embforge.tuner.judge.bench_judge import BenchJudge
 
     monkeypatch.setattr(BenchJudge, "others", None)
 

@@ -16,12 +16,12 @@ from benchmarks.suites import FORWARD, TRAINING
 from benchmarks.workloads import BenchWorkload, read_workloads
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner import bench
-from embforge.tuner.bench import bench_spec, filled_module
-from embforge.tuner.bench_report import BenchReport, Timing
-from embforge.tuner.measure import Ratio
-from embforge.tuner.peers import PeerUnavailableError, fbgemm_peer, fill_table, peer_named, torch_peer
-from embforge.tuner.workload import make_batch, parse
+from embforge.tuner.bench.forward import forward as bench
+from embforge.tuner.bench.forward import bench_spec, filled_module
+from embforge.tuner.bench.report import BenchReport, Timing
+from embforge.tuner.measure.paired import Ratio
+from embforge.tuner.bench.peers import PeerUnavailableError, fbgemm_peer, fill_table, peer_named, torch_peer
+from embforge.tuner.workload.workload import make_batch, parse
 
 SPEC = CollectionSpec(
     (TableSpec("a", 100, 8), TableSpec("b", 50, 16)),
@@ -60,7 +60,7 @@ def test_wrong_outputs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def other_rows(rows: torch.Tensor, seed: int) -> None:
         fill_table(rows, seed + 1)
 
-    monkeypatch.setattr("embforge.tuner.peers.fill_table", other_rows)
+    monkeypatch.setattr("embforge.tuner.bench.peers.fill_table", other_rows)
     report = bench_spec(SPEC, against=("torch",), workload="batch=16", seconds=0, limit=False)
     assert report.disagreeing == ("torch",)
     verdicts = judge(BenchWorkload("w", "cache", SPEC, "batch=16"), report)

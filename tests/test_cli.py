@@ -271,9 +271,9 @@ def test_bench_times_us_beside_torch(tiny: str) -> None:
 
 @pytest.mark.parametrize(("others", "shown"), [(0.0, True), (1.5, False)])
 def test_a_disturbed_run_shows_no_ratio(tiny: str, monkeypatch: pytest.MonkeyPatch, others: float, shown: bool) -> None:
-    from embforge.tuner import bench as tuner_bench
-    from embforge.tuner.bench_report import BenchReport, Timing
-    from embforge.tuner.measure import Ratio
+    from embforge.tuner.bench.forward import forward as tuner_bench
+    from embforge.tuner.bench.report import BenchReport, Timing
+    from embforge.tuner.measure.paired import Ratio
 
     report = BenchReport(
         spec="tiny",

@@ -10,9 +10,9 @@ import torch
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
-from embforge.tuner.limit import gather_limit
-from embforge.tuner.update_limit import distinct_rows, update_limit
-from embforge.tuner.workload import Batch, make_batch, parse
+from embforge.tuner.bench.limit import gather_limit
+from embforge.tuner.bench.update_limit import distinct_rows, update_limit
+from embforge.tuner.workload.workload import Batch, make_batch, parse
 
 SPEC = CollectionSpec(
     (

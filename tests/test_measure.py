@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from embforge.codegen.tuned.hardware import parse_bytes
-from embforge.tuner.measure import MIN_ROUNDS, Measurement, Rotation, interleaved_rounds, measure
-from embforge.tuner.timers import (
+from embforge.tuner.measure.paired import MIN_ROUNDS, Measurement, Rotation, interleaved_rounds, measure
+from embforge.tuner.measure.timers import (
     COLD_REPEATS,
     SAMPLE_SECONDS,
     CpuTimer,
@@ -21,7 +21,7 @@ from embforge.tuner.timers import (
     cpu_cache_bytes,
     gpu_clocks,
 )
-from embforge.tuner.workload import Batch
+from embforge.tuner.workload.workload import Batch
 
 BATCHES = [Batch(1, np.array([n]), np.array([0, 1]), None) for n in range(5)]
 

@@ -24,7 +24,7 @@ from embforge import recording as recording_module
 from embforge.verify.cases import Case, draw_batch
 from embforge.recording import record
 from embforge.trace.file_format import read_trace
-from embforge.tuner.workload import Batch, make_batch, parse
+from embforge.tuner.workload.workload import Batch, make_batch, parse
 
 SPEC = ef.CollectionSpec(
     [ef.TableSpec("a", 100, 4), ef.TableSpec("b", 50, 8)],

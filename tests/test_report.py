@@ -16,12 +16,12 @@ import pytest
 
 from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.tuned.record import Gain, Hardware
-from embforge.tuner.charts import Axis, axis_of, forest, history
-from embforge.tuner.decision import Decision, decide
-from embforge.tuner.outcome import KINDS
-from embforge.tuner.report import differing, page, show_seconds, write_report
-from embforge.tuner.report_data import Comparison, Finals, Report, Trial, finals_of
-from embforge.tuner.space import Removed
+from embforge.tuner.report.charts import Axis, axis_of, forest, history
+from embforge.tuner.study.decision import Decision, decide
+from embforge.tuner.judge.outcome import KINDS
+from embforge.tuner.report.page import differing, page, show_seconds, write_report
+from embforge.tuner.report.data import Comparison, Finals, Report, Trial, finals_of
+from embforge.tuner.search.space import Removed
 
 STYLE = Path(__file__).parent.parent / "templates" / "report" / "style.css"
 WHY = {"wrong-answer": "output[3, 17] is 0.25 and must be <0.5> & no less", "launch-failed": "SIGSEGV in forward_cpu"}

@@ -30,7 +30,7 @@ from torch import Tensor
 import embforge as ef
 from embforge.codegen.errors import SpecError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.laws import Zipf
+from embforge.tuner.workload.laws import Zipf
 
 CLOSE = dict(rtol=0.0, atol=2e-6)
 """Numbers around 1, each a sum of some tens at most in another order: a few dozen units of 2^-24."""

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.trace.file_format import Seen, Trace, read_trace, trace_of, write_trace
-from embforge.tuner.bench import MIN_BATCHES, enough_batches
-from embforge.tuner.trace import Recorded, RecordedLengths, expected_distinct, fitted_exponent
-from embforge.tuner.workload import Batch, Uniform, Workload, WorkloadError, Zipf, make_batch, parse, traffic
+from embforge.tuner.bench.forward import MIN_BATCHES, enough_batches
+from embforge.tuner.workload.trace import Recorded, RecordedLengths, expected_distinct, fitted_exponent
+from embforge.tuner.workload.workload import Batch, Uniform, Workload, WorkloadError, Zipf, make_batch, parse, traffic
 
 ROWS = (10, 1000, 1000)
 SPEC = CollectionSpec(

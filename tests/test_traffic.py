@@ -165,7 +165,7 @@ def test_row_bytes_of_every_format() -> None:
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.0, 1.05, 2.0])
 @pytest.mark.parametrize("rows", [3, 500, 50_000])
 def test_expected_unique_ids_are_those_of_draws(skew: float, rows: int) -> None:
-    from embforge.tuner.laws import Uniform, Zipf
+    from embforge.tuner.workload.laws import Uniform, Zipf
 
     law = Zipf(skew) if skew else Uniform()
     drawn = [len(np.unique(law.draw(np.random.default_rng(seed), 4000, rows))) for seed in range(20)]
@@ -177,7 +177,7 @@ def test_expected_unique_ids_are_those_of_draws(skew: float, rows: int) -> None:
 @pytest.mark.parametrize("kind", [TableWise(1), RowWise(), Grid(2)])
 def test_expected_pools_are_those_of_draws(kind: Any, skew: float, length: int) -> None:
     """Bags of one id that are equal or fall to other shards, and longer ones: what a rank asks each owner for."""
-    from embforge.tuner.laws import Uniform, Zipf
+    from embforge.tuner.workload.laws import Uniform, Zipf
 
     spec = ef.CollectionSpec([ef.TableSpec("t", 5000, 8)], [ef.FeatureSpec("f", "t")])
     placement = place(ShardPlan({"t": kind}), spec, 4, 4)
@@ -195,7 +195,7 @@ def test_expected_pools_are_those_of_draws(kind: Any, skew: float, length: int) 
 @pytest.mark.parametrize("skew", [0.0, 1.2])
 def test_shares_of_shards_are_those_of_draws(by: Any, skew: float) -> None:
     """Hot rows make shards unequal: the planner sees the same ones as the workloads of `bench`."""
-    from embforge.tuner.laws import Uniform, Zipf
+    from embforge.tuner.workload.laws import Uniform, Zipf
 
     rows, shards = 10_007, 8
     ids = (Zipf(skew) if skew else Uniform()).draw(np.random.default_rng(0), 400_000, rows)

@@ -15,13 +15,13 @@ from benchmarks.page import FACTS
 from benchmarks.workloads import TRAINING, read_workloads
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
-from embforge.tuner.bench import filled_module
-from embforge.tuner.measure import Measurement
-from embforge.tuner.peers import PeerUnavailableError
-from embforge.tuner.training import OUR_RULES, UnknownRuleError, bench_training, our_trainee
-from embforge.tuner.training_peers import fbgemm_training_peer, torch_training_peer, training_peer_named
-from embforge.tuner.training_rules import RULES, Trainee, check, gradients_of
-from embforge.tuner.workload import Batch, make_batch, parse
+from embforge.tuner.bench.forward import filled_module
+from embforge.tuner.measure.paired import Measurement
+from embforge.tuner.bench.peers import PeerUnavailableError
+from embforge.tuner.bench.training import OUR_RULES, UnknownRuleError, bench_training, our_trainee
+from embforge.tuner.bench.training_peers import fbgemm_training_peer, torch_training_peer, training_peer_named
+from embforge.tuner.bench.training_rules import RULES, Trainee, check, gradients_of
+from embforge.tuner.workload.workload import Batch, make_batch, parse
 
 SPEC = CollectionSpec(
     (TableSpec("a", 100, 8), TableSpec("b", 50, 16)),
@@ -43,7 +43,7 @@ EVERY_POOLING = CollectionSpec(
 
 @pytest.fixture(autouse=True)
 def no_trial_of_dense_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embforge.tuner.training_peers.DENSE_BYTES", 0)
+    monkeypatch.setattr("embforge.tuner.bench.training_peers.DENSE_BYTES", 0)
 
 
 def reference_module(spec: CollectionSpec, rule: str, device: str = "cpu") -> EmbeddingCollection:
@@ -67,7 +67,7 @@ def test_torch_follows_the_formula_it_is_said_to_follow(rule: str, dtype: str) -
 
 
 def test_small_tables_are_also_tried_with_dense_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embforge.tuner.training_peers.DENSE_BYTES", 1 << 20)
+    monkeypatch.setattr("embforge.tuner.bench.training_peers.DENSE_BYTES", 1 << 20)
     spec = CollectionSpec((TableSpec("t", 9, 4),), (FeatureSpec("f", "t"),))
     batches = steps_of(spec)
     timed: list[str] = []
@@ -76,7 +76,7 @@ def test_small_tables_are_also_tried_with_dense_gradients(monkeypatch: pytest.Mo
         timed.extend(kind.name for kind in kinds)
         return Measurement({k.name: (2.0 if "sparse" in k.name else 1.0,) for k in kinds}, {})
 
-    monkeypatch.setattr("embforge.tuner.training_peers.measure", slow_sparse)
+    monkeypatch.setattr("embforge.tuner.bench.training_peers.measure", slow_sparse)
     peer = torch_training_peer(spec, "adagrad", batches)
     assert len(timed) == 2
     assert "dense gradients" in peer.note
@@ -145,7 +145,7 @@ def test_what_torch_cannot_train_and_unknown_names() -> None:
 
 
 def test_a_report_holds_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embforge.tuner.training.our_module", reference_module)
+    monkeypatch.setattr("embforge.tuner.bench.training.our_module", reference_module)
     report = bench_training(SPEC, "rowwise_adagrad", workload="len=geo:3,batch=16", seconds=0)
     assert {t.name for t in report.timings} == {"embforge", "torch", "limit", "gather limit"}
     assert report.disagreeing == ()

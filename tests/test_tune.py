@@ -21,8 +21,8 @@ from embforge.cli.tune import MODES
 from embforge.cli.tune import tune as tune_command
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
-from embforge.tuner.bench_judge import BenchJudge
-from embforge.tuner.report_data import report_of
+from embforge.tuner.judge.bench_judge import BenchJudge
+from embforge.tuner.report.data import report_of
 from embforge.tuner.tune import tune
 
 SPEC = """

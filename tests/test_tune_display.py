@@ -20,11 +20,11 @@ from embforge.cli.display.tune_progress import Status, display
 from embforge.cli.display.tune_result import broken, places_of, print_result, storage_url
 from embforge.codegen.params import CpuParams
 from embforge.codegen.tuned.record import Hardware
-from embforge.tuner.decision import DEFAULT, DUPLICATES, LEADER
-from embforge.tuner.outcome import FAILURES, LaunchFailed, Outcome, Paired, Timed
-from embforge.tuner.race import Racing
-from embforge.tuner.report_data import Report, Trial, finals_of
-from embforge.tuner.study import Best, Building, Screened, Screening, Started
+from embforge.tuner.study.decision import DEFAULT, DUPLICATES, LEADER
+from embforge.tuner.judge.outcome import FAILURES, LaunchFailed, Outcome, Paired, Timed
+from embforge.tuner.study.race import Racing
+from embforge.tuner.report.data import Report, Trial, finals_of
+from embforge.tuner.study.study import Best, Building, Screened, Screening, Started
 
 WORKLOAD = "zipf:1.05,len=geo:20,batch=2048"
 FASTER, BAD = CpuParams(prefetch_bytes=4096), CpuParams(threads=1)

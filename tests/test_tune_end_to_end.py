@@ -21,8 +21,8 @@ from tuner_doctor import CRASH, HANG, WRONG, Doctor
 
 from embforge.cli.main import main
 from embforge.codegen.spec import CollectionSpec
-from embforge.tuner.outcome import KINDS
-from embforge.tuner.task import task_of
+from embforge.tuner.judge.outcome import KINDS
+from embforge.tuner.study.task import task_of
 
 SPEC = """
 name = "small"

@@ -17,12 +17,12 @@ from embforge.cli.display.tune_result import print_result, result_json
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.tuner import tune as tune_module
-from embforge.tuner.quiet import Usage
-from embforge.tuner.race import race
+from embforge.tuner.measure.quiet import Usage
+from embforge.tuner.study.race import race
 from embforge.tuner.replay import ReplayJudge
-from embforge.tuner.report import page
-from embforge.tuner.report_data import report_of
-from embforge.tuner.task import Task
+from embforge.tuner.report.page import page
+from embforge.tuner.report.data import report_of
+from embforge.tuner.study.task import Task
 from embforge.tuner.tune import TuneResult, tune
 
 SPEC = ef.CollectionSpec((ef.TableSpec("t", 3000, 8),), (ef.FeatureSpec("f", "t"),))

@@ -19,7 +19,7 @@ from embforge.codegen.tuned.hardware import any_cpu, any_gpu, gpu_hardware
 from embforge.codegen.tuned.record import Traffic
 from embforge.codegen.tuned.shape import USUAL_BATCH, digest_of, file_name, rule_named, shape_of, usual_traffic
 from embforge.tuner.store import save
-from embforge.tuner.workload import Workload
+from embforge.tuner.workload.workload import Workload
 
 KNOWN = Traffic(2048)
 UNKNOWN_BATCH = "the module's batch is not known (batch_size= says it)"

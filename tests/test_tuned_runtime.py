@@ -27,7 +27,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.hardware import this_cpu
 from embforge.codegen.tuned.record import Traffic
 from embforge.tuner.store import save
-from embforge.tuner.task import task_of
+from embforge.tuner.study.task import task_of
 
 IDS, OFFSETS = torch.tensor([3, 1, 499, 0, 7, 7]), torch.tensor([0, 2, 3, 5, 6])
 TUNED = "tuned on this hardware for zipf:1.05,batch=2048: 1.23x the default (95 %: 1.20 to 1.26), noise floor 0.8 %"

@@ -12,7 +12,7 @@ from strategies import examples, specs
 
 from embforge.codegen.layout import layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.layout_advice import LEAST_SAVED, UNIT, Advice, advice, mean_moved
+from embforge.tuner.estimate.layout_advice import LEAST_SAVED, UNIT, Advice, advice, mean_moved
 
 
 def spec_of(*dims: int, dtype: str = "fp32", rows: int = 1000) -> CollectionSpec:

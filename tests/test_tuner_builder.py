@@ -20,10 +20,10 @@ from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner import builder as builder_module
-from embforge.tuner.builder import SUMMARY_LINES, Builder, BuildResult, summary
-from embforge.tuner.outcome import CompileFailed
-from embforge.tuner.process import Helper, HelperDiedError
+from embforge.tuner.judge.judge import builder as builder_module
+from embforge.tuner.judge.builder import SUMMARY_LINES, Builder, BuildResult, summary
+from embforge.tuner.judge.outcome import CompileFailed
+from embforge.tuner.judge.process import Helper, HelperDiedError
 
 SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")
 LONG_ENOUGH = 600.0
@@ -246,7 +246,7 @@ def test_close_kills_what_is_being_built(busy: tuple[Builder, int], paused: bool
 PARENT = """
 import sys
 from embforge.codegen.plan import Plan
-from embforge.tuner.builder import Builder
+from embforge.tuner.judge.builder import Builder
 
 builder = Builder(1)
 builder.submit(Plan.from_text(sys.argv[1]))
@@ -285,7 +285,7 @@ def test_a_helper_in_a_call_that_hangs_dies_with_a_killed_parent(tmp_path: Path)
     module_with(tmp_path, "import ctypes; connection.send(1); ctypes.CDLL(None).sleep(3600)")
     code = f"""
         import time
-        from embforge.tuner.process import Helper
+        from embforge.tuner.judge.process import Helper
         helper = Helper("served", environment={{"PYTHONPATH": {str(tmp_path)!r}}})
         helper.receive()
         print(helper.pid, flush=True)

@@ -30,13 +30,13 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets import target_named
 from embforge.codegen.plans import update_named
 from embforge.launch.kernels import Program, load_kernel
-from embforge.tuner import bench_judge
-from embforge.tuner.bench_judge import BenchJudge, JudgeError
-from embforge.tuner.ledger import STARTING, TIMING, VERIFYING, WAITING
-from embforge.tuner.messages import Board, GoOn, MayITime, Ready, Screen, Setup, TakeAnchor
-from embforge.tuner.outcome import CompileFailed, LaunchFailed, Timed, TimedOut, WrongAnswer
-from embforge.tuner.questions import ask, difference
-from embforge.tuner.worker import HOPELESS, Worker
+from embforge.tuner.judge.judge import bench_judge
+from embforge.tuner.judge.bench_judge import BenchJudge, JudgeError
+from embforge.tuner.judge.ledger import STARTING, TIMING, VERIFYING, WAITING
+from embforge.tuner.judge.messages import Board, GoOn, MayITime, Ready, Screen, Setup, TakeAnchor
+from embforge.tuner.judge.outcome import CompileFailed, LaunchFailed, Timed, TimedOut, WrongAnswer
+from embforge.tuner.judge.verification_cases import ask, difference
+from embforge.tuner.judge.worker import HOPELESS, Worker
 
 SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")
 WEIGHTED = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t", weighted=True)], name="weighted")
@@ -229,7 +229,7 @@ def test_an_anchor_that_crashes_ends_the_judge_with_a_remedy(tmp_path: Path, mon
     (tmp_path / "crashing.py").write_text(
         "import os, signal\n"
         "from pathlib import Path\n"
-        "from embforge.tuner.messages import Board\n"
+        "from embforge.tuner.judge.messages import Board\n"
         "def serve(connection):\n"
         "    Board(Path(connection.recv().board)).write('verifying forward')\n"
         "    connection.recv()\n"

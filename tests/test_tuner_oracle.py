@@ -13,14 +13,14 @@ from benchmarks.oracle import run_try
 from benchmarks.oracle_cases import CASES, TRIES, Case, Try, read_oracle
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.tuned.record import Hardware
-from embforge.tuner.outcome import Timed
-from embforge.tuner.race import FINALISTS, race
+from embforge.tuner.judge.outcome import Timed
+from embforge.tuner.study.race import FINALISTS, race
 from embforge.tuner.replay import NoBuilder, ReplayJudge
-from embforge.tuner.sampler import sampler_for
-from embforge.tuner.space import settle, space_of
-from embforge.tuner.study import search
-from embforge.tuner.task import Task
-from embforge.tuner.trials import Trials
+from embforge.tuner.study.sampler import sampler_for
+from embforge.tuner.search.space import settle, space_of
+from embforge.tuner.study.study import search
+from embforge.tuner.study.task import Task
+from embforge.tuner.study.trials import Trials
 
 SCREENED = 60
 """About what three minutes allow on two slow cores."""

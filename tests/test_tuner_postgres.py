@@ -18,8 +18,8 @@ import psycopg
 import pytest
 from tuner_replays import NAME, SMALL, assert_complete, assert_shared, assert_survives, run, trials_in
 
-from embforge.tuner.storage import StorageError, masked, open_storage
-from embforge.tuner.study import Screening, SearchEvent
+from embforge.tuner.study.storage import StorageError, masked, open_storage
+from embforge.tuner.study.study import Screening, SearchEvent
 
 PASSWORD = "s3cr3t/{of}: 100%"
 IN_URL = "s3cr3t%2F%7Bof%7D%3A%20100%25"

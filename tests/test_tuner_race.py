@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner import race as race_module
-from embforge.tuner.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, LEAST_FLOOR, NOISE_LIMIT, decide
-from embforge.tuner.judge import Cache
-from embforge.tuner.outcome import (
+from embforge.tuner.study.study import race as race_module
+from embforge.tuner.study.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, LEAST_FLOOR, NOISE_LIMIT, decide
+from embforge.tuner.judge.judge import Cache
+from embforge.tuner.judge.outcome import (
     CompileFailed,
     Failure,
     Invalid,
@@ -29,8 +29,8 @@ from embforge.tuner.outcome import (
     from_data,
     to_data,
 )
-from embforge.tuner.quiet import QUIET, WINDOW, Clocks, Usage, others_since
-from embforge.tuner.race import BLOCK_ROUNDS, HEAT_ROUNDS, Race, RaceError, Racing, race
+from embforge.tuner.measure.quiet import QUIET, WINDOW, Clocks, Usage, others_since
+from embforge.tuner.study.race import BLOCK_ROUNDS, HEAT_ROUNDS, Race, RaceError, Racing, race
 from embforge.tuner.replay import Entry, ReplayJudge
 
 SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")

@@ -18,10 +18,10 @@ from test_tuner_space import SPECS, made
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
-from embforge.tuner.outcome import CompileFailed, Timed
+from embforge.tuner.judge.outcome import CompileFailed, Timed
 from embforge.tuner.replay import NoBuilder, ReplayJudge
-from embforge.tuner.sampler import Enumeration, Guided, Sampler, Tried, distributions, sampler_for
-from embforge.tuner.space import ENUMERATE_BELOW, Space, decode, encode
+from embforge.tuner.study.sampler import Enumeration, Guided, Sampler, Tried, distributions, sampler_for
+from embforge.tuner.search.space import ENUMERATE_BELOW, Space, decode, encode
 
 WORKLOAD = "uniform,batch=2048"
 

@@ -34,8 +34,8 @@ from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.record import Hardware
 from embforge.launch.cpu.forward import CpuForward
 from embforge.verify.probes import call_of
-from embforge.tuner.constraints import Context
-from embforge.tuner.space import (
+from embforge.tuner.search.constraints import Context
+from embforge.tuner.search.space import (
     ENUMERATE_BELOW,
     LEAST_OCCUPANCY,
     SAME_WORK,

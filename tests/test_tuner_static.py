@@ -27,12 +27,13 @@ from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.stores import read_stores
 from embforge.trace.file_format import Trace, write_trace
-from embforge.tuner import sectors, static
-from embforge.tuner.estimate import FORMULA, MULTIPROCESSORS, Flight, cost, demand_of, promised_flight
-from embforge.tuner.sectors import sector_counter
-from embforge.tuner.seeds import FOLDER, load_seeds, save_seeds
-from embforge.tuner.static import StaticReport, rank
-from embforge.tuner.workload import Workload, make_batch, parse
+from embforge.tuner.estimate.estimate import sectors
+from embforge.tuner.estimate.estimate import static
+from embforge.tuner.estimate.estimate import FORMULA, MULTIPROCESSORS, Flight, cost, demand_of, promised_flight
+from embforge.tuner.estimate.sectors import sector_counter
+from embforge.tuner.estimate.seeds import FOLDER, load_seeds, save_seeds
+from embforge.tuner.estimate.static import StaticReport, rank
+from embforge.tuner.workload.workload import Workload, make_batch, parse
 
 SPEC = CollectionSpec([TableSpec("t", 1000, 16)], [FeatureSpec("f", "t", "none")])
 """Copies rows: the smallest kernel."""

@@ -26,8 +26,8 @@ from strategies import examples
 from tuner_replays import LARGE, NAME, SMALL, assert_complete, plan_of, run, trials_in
 
 from embforge.codegen.params import params_from
-from embforge.tuner.outcome import Timed
-from embforge.tuner.storage import StorageError, default_url, masked, open_storage
+from embforge.tuner.judge.outcome import Timed
+from embforge.tuner.study.storage import StorageError, default_url, masked, open_storage
 
 PLAIN: dict[str, Callable[[Path], BaseStorage]] = {
     "studies.sqlite3": lambda path: RDBStorage(f"sqlite:///{path}"),

@@ -25,16 +25,19 @@ from tuner_replays import MEDIUM, SMALL, judge_of, plan_of, run, table_of
 from embforge.codegen.build import Built
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
-from embforge.tuner import claims, ledger, replay, study
-from embforge.tuner.claims import LEASE_SECONDS, Claim
-from embforge.tuner.ledger import PHASES, WORK, Ledger, work_share
-from embforge.tuner.outcome import CompileFailed, Outcome, Timed, to_data
+from embforge.tuner import replay
+from embforge.tuner.study.study import claims
+from embforge.tuner.judge.judge import ledger
+from embforge.tuner.study.study import study
+from embforge.tuner.study.claims import LEASE_SECONDS, Claim
+from embforge.tuner.judge.ledger import PHASES, WORK, Ledger, work_share
+from embforge.tuner.judge.outcome import CompileFailed, Outcome, Timed, to_data
 from embforge.tuner.replay import NoBuilder, ReplayJudge
-from embforge.tuner.sampler import Sampler, distributions, sampler_for
-from embforge.tuner.space import Space, encode
-from embforge.tuner.storage import StorageError, open_storage
-from embforge.tuner.study import BuildResult, Screened, Screening, SearchEvent, Started
-from embforge.tuner.trials import Held, Trials
+from embforge.tuner.study.sampler import Sampler, distributions, sampler_for
+from embforge.tuner.search.space import Space, encode
+from embforge.tuner.study.storage import StorageError, open_storage
+from embforge.tuner.study.study import BuildResult, Screened, Screening, SearchEvent, Started
+from embforge.tuner.study.trials import Held, Trials
 
 POINTS = len(SMALL.points)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.laws import spread
-from embforge.tuner.workload import (
+from embforge.tuner.workload.laws import spread
+from embforge.tuner.workload.workload import (
     Fixed,
     Geometric,
     Skew,

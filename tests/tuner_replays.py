@@ -17,13 +17,13 @@ from typing import Any
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.outcome import Outcome, WrongAnswer
+from embforge.tuner.judge.outcome import Outcome, WrongAnswer
 from embforge.tuner.replay import Entry, NoBuilder, ReplayJudge
-from embforge.tuner.sampler import sampler_for
-from embforge.tuner.space import Space
-from embforge.tuner.storage import open_storage
-from embforge.tuner.study import Screening, SearchEvent, search
-from embforge.tuner.trials import Trials
+from embforge.tuner.study.sampler import sampler_for
+from embforge.tuner.search.space import Space
+from embforge.tuner.study.storage import open_storage
+from embforge.tuner.study.study import Screening, SearchEvent, search
+from embforge.tuner.study.trials import Trials
 
 SPEC = CollectionSpec([TableSpec("t", 500, 16)], [FeatureSpec("f", "t")])
 NAME = "study"
@@ -32,7 +32,7 @@ WAIT_SECONDS = 600.0
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(  # what children need is imported once
-    ["embforge.tuner.study", "embforge.tuner.replay", "alembic.command", "optuna.storages._rdb.models", "psycopg"]
+    ["embforge.tuner.study.study", "embforge.tuner.replay", "alembic.command", "optuna.storages._rdb.models", "psycopg"]
 )
 
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from embforge.codegen.build import Built
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
-from embforge.tuner.judge import Cache
-from embforge.tuner.ledger import STARTING, TIMING, VERIFYING
-from embforge.tuner.outcome import Failure, Outcome, Paired, Timed
-from embforge.tuner.quiet import Usage
+from embforge.tuner.judge.judge import Cache
+from embforge.tuner.judge.ledger import STARTING, TIMING, VERIFYING
+from embforge.tuner.judge.outcome import Failure, Outcome, Paired, Timed
+from embforge.tuner.measure.quiet import Usage
 
 Entry = Mapping[str, float] | Failure
 """Seconds a call by workload, or what goes wrong."""

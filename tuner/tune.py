@@ -20,23 +20,23 @@ from embforge.codegen.tuned.document import params_of
 from embforge.codegen.tuned.record import Gain, Record
 from embforge.codegen.tuned.shape import file_name
 from embforge.codegen.tuned.stores import read_file
-from embforge.tuner.bench_judge import BenchJudge
-from embforge.tuner.builder import Builder
-from embforge.tuner.decision import DEFAULT, DUPLICATES, LEADER
-from embforge.tuner.judge import Cache
-from embforge.tuner.layout_advice import advice
-from embforge.tuner.ledger import RACING, STARTING, WAITING, Ledger
-from embforge.tuner.messages import Setup
-from embforge.tuner.outcome import Timed
-from embforge.tuner.race import FINALISTS, Race, Racing, race
-from embforge.tuner.sampler import sampler_for
-from embforge.tuner.space import settle
-from embforge.tuner.storage import default_url, masked, open_storage
+from embforge.tuner.judge.bench_judge import BenchJudge
+from embforge.tuner.judge.builder import Builder
+from embforge.tuner.study.decision import DEFAULT, DUPLICATES, LEADER
+from embforge.tuner.judge.judge import Cache
+from embforge.tuner.estimate.layout_advice import advice
+from embforge.tuner.judge.ledger import RACING, STARTING, WAITING, Ledger
+from embforge.tuner.judge.messages import Setup
+from embforge.tuner.judge.outcome import Timed
+from embforge.tuner.study.race import FINALISTS, Race, Racing, race
+from embforge.tuner.study.sampler import sampler_for
+from embforge.tuner.search.space import settle
+from embforge.tuner.study.storage import default_url, masked, open_storage
 from embforge.tuner.store import Where, directory_of, save
-from embforge.tuner.study import SearchEvent, search
-from embforge.tuner.task import Task, builders, task_of
-from embforge.tuner.trials import Trials
-from embforge.tuner.workload import Workload
+from embforge.tuner.study.study import SearchEvent, search
+from embforge.tuner.study.task import Task, builders, task_of
+from embforge.tuner.study.trials import Trials
+from embforge.tuner.workload.workload import Workload
 
 FINALS_SHARE, FINALS_SECONDS = 0.25, 45.0
 """What the search leaves of the budget for the finals, the lesser of the two; without a budget they take so long."""

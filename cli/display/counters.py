@@ -29,7 +29,7 @@ def count_spec(spec: CollectionSpec, *, arch: str | None, params: Any, workload:
     from embforge.verify.counting import count_lookup
     from embforge.inputs import Batch
     from embforge.verify.probes import shrunk
-    from embforge.tuner.workload import make_batch, parse
+    from embforge.tuner.workload.workload import make_batch, parse
 
     small, law = shrunk(spec, COUNTED_ROWS), parse(workload)
     drawn = make_batch(small, law, seed)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from embforge.cli.common import console
 from embforge.cli.durations import show_duration
-from embforge.tuner.outcome import Timed
-from embforge.tuner.quiet import QUIET
-from embforge.tuner.race import Racing
-from embforge.tuner.report import differing
-from embforge.tuner.study import Best, Building, Screened, Screening, SearchEvent, Started
+from embforge.tuner.judge.outcome import Timed
+from embforge.tuner.measure.quiet import QUIET
+from embforge.tuner.study.race import Racing
+from embforge.tuner.report.page import differing
+from embforge.tuner.study.study import Best, Building, Screened, Screening, SearchEvent, Started
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embforge.cli.durations import show_duration
-from embforge.tuner.ledger import work_share
-from embforge.tuner.outcome import KINDS
-from embforge.tuner.report import differing, headline, show, show_seconds
+from embforge.tuner.judge.ledger import work_share
+from embforge.tuner.judge.outcome import KINDS
+from embforge.tuner.report.page import differing, headline, show, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from embforge.tuner.decision import Decision
-    from embforge.tuner.report_data import Finals, Report, Trial
+    from embforge.tuner.study.decision import Decision
+    from embforge.tuner.report.data import Finals, Report, Trial
     from embforge.tuner.tune import TuneResult
 
 FAILURES_NAMED = 8

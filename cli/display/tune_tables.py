@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from embforge.codegen.params import Params
-    from embforge.tuner.space import Space
-    from embforge.tuner.static import StaticReport
+    from embforge.tuner.search.space import Space
+    from embforge.tuner.estimate.static import StaticReport
 
 SHOWN = 12
 

@@ -1,0 +1,284 @@
+"""The libraries people use today, each called in the fastest sane way, as contenders.
+
+Every peer gets its tables filled by `fill_table`, so that outputs can be compared, and its input in the form it
+likes best: the torch loop gets each feature's ids and offsets ready cut, FBGEMM gets both its modules tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.errors import EmbforgeError
+from embforge.codegen.layout import layout_of
+from embforge.codegen.spec import CollectionSpec, FeatureSpec
+from embforge.tuner.measure.paired import Contender, measure
+from embforge.tuner.workload.workload import Batch
+
+PEERS = ("torch", "fbgemm")
+TORCH_POOLINGS = ("sum", "mean", "max", "none")
+FBGEMM_DTYPES = ("fp32", "fp16")
+FBGEMM_POOLINGS = {"sum": "SUM", "mean": "MEAN", "none": "NONE"}
+FILL_ROWS = 8191
+TRIAL_SECONDS = 0.5
+
+
+class PeerUnavailableError(EmbforgeError):
+    """A peer is not installed, or cannot do what the spec asks. The message says which."""
+
+
+def peer_named(name: str, spec: CollectionSpec, batches: Sequence[Batch], device: str = "cpu") -> Peer:
+    """The peer for a spec, ready to run. `PeerUnavailableError` if it cannot serve the spec or is not installed."""
+    if name == "torch":
+        return torch_peer(spec, device)
+    if name == "fbgemm":
+        return fbgemm_peer(spec, batches, device)
+    raise PeerUnavailableError(f"peer {name!r} is not known; allowed: {', '.join(PEERS)}")
+
+
+@torch.no_grad()
+def fill_table(rows: Tensor, seed: int) -> None:
+    """Fills `[V, D]` with numbers in +-1, the same for equal seeds, at the speed of a copy."""
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.rand(min(FILL_ROWS, rows.shape[0]), rows.shape[1], generator=generator).mul_(2).sub_(1)
+    block = block.to(rows.dtype).to(rows.device)
+    for start in range(0, rows.shape[0], FILL_ROWS):
+        part = rows[start : start + FILL_ROWS]
+        part.copy_(block[: part.shape[0]])
+
+
+@dataclass(frozen=True, eq=False)
+class Peer:
+    """A contender made of two functions. `note` says how the library is called."""
+
+    name: str
+    note: str
+    prepare: Callable[[Batch], Any]
+    run: Callable[[Any], Any]
+    outputs: Callable[[Any], list[Tensor]]
+    """What `run` returned as one tensor a feature, in the spec's order."""
+    rounded_to: tuple[torch.dtype, ...]
+    """The type to which the library rounds each feature's results; a tensor that joins several may have a wider one."""
+
+
+def torch_peer(spec: CollectionSpec, device: str = "cpu") -> Peer:
+    """One nn.EmbeddingBag a feature in a loop, results concatenated; nn.Embedding for pooling 'none'."""
+    check_torch(spec)
+    weights = {t.name: filled_rows(spec, index, device) for index, t in enumerate(spec.tables)}
+    modules = [_torch_module(feature, weights[feature.table]) for feature in spec.features]
+    pooled = all(f.pooling != "none" for f in spec.features)
+
+    def prepare(batch: Batch) -> list[tuple[nn.Module, tuple[Tensor, ...]]]:
+        cut = [torch_arguments(spec, batch, index, device) for index in range(len(spec.features))]
+        return list(zip(modules, cut, strict=True))
+
+    def run(calls: list[tuple[nn.Module, tuple[Tensor, ...]]]) -> Any:
+        results = [module(*arguments) for module, arguments in calls]
+        return torch.cat(results, 1) if pooled and len(results) > 1 else results
+
+    note = "nn.EmbeddingBag a feature, then cat" if len(modules) > 1 else f"nn.{type(modules[0]).__name__}"
+    rounded_to = tuple(weights[feature.table].dtype for feature in spec.features)
+    return Peer("torch", note, prepare, run, lambda result: _columns(spec, result), rounded_to)
+
+
+def check_torch(spec: CollectionSpec) -> None:
+    """`PeerUnavailableError` for what torch's modules cannot look up."""
+    for feature in spec.features:
+        dtype = spec.table(feature.table).dtype
+        if feature.pooling not in TORCH_POOLINGS:
+            raise PeerUnavailableError(f"feature {feature.name!r}: torch has no module for pooling {feature.pooling!r}")
+        if feature.weighted and feature.pooling != "sum":
+            raise PeerUnavailableError(f"feature {feature.name!r}: torch has weights only for pooling 'sum'")
+        if dtype == "fp8_e4m3":
+            raise PeerUnavailableError(f"table {feature.table!r}: nn.EmbeddingBag takes no {dtype}")
+
+
+def fbgemm_peer(spec: CollectionSpec, batches: Sequence[Batch], device: str = "cpu") -> Peer:
+    """FBGEMM's table-batched embeddings: the training module or the inference module, whichever is faster here."""
+    check_fbgemm(spec)
+    kinds = [_fbgemm_training(spec, device)]
+    if spec.features[0].pooling != "none":
+        kinds.append(_fbgemm_inference(spec, device))
+    if len(kinds) == 1:
+        return kinds[0]
+    with torch.no_grad():
+        times = measure([_renamed(kind, kind.note) for kind in kinds], batches, seconds=TRIAL_SECONDS)
+    return min(kinds, key=lambda kind: times.median(kind.note))
+
+
+def _renamed(peer: Peer, name: str) -> Contender:
+    return replace(peer, name=name)
+
+
+def output_types(spec: CollectionSpec) -> tuple[torch.dtype, ...]:
+    """The type of each feature's results where all have the spec's."""
+    return (getattr(torch, DTYPES[spec.output_dtype].torch_name),) * len(spec.features)
+
+
+def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
+    """A table of the spec with the rows of `fill_table`."""
+    table = spec.tables[index]
+    dtype = getattr(torch, DTYPES[table.dtype].torch_name)
+    rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype, device=device)
+    fill_table(rows, index)
+    return rows
+
+
+def torch_padding(feature: FeatureSpec, rows: int) -> int | None:
+    """The padding row for torch, which takes -1 for the last one. Other padding ids occur in no workload."""
+    return feature.padding_idx if feature.padding_idx in range(rows) else None
+
+
+def _torch_module(feature: FeatureSpec, weight: Tensor) -> nn.Module:
+    padding = torch_padding(feature, len(weight))
+    if feature.pooling == "none":
+        module: nn.Module = nn.Embedding.from_pretrained(weight, padding_idx=padding)
+    else:
+        module = nn.EmbeddingBag.from_pretrained(weight, mode=feature.pooling, padding_idx=padding)
+    return module
+
+
+def torch_arguments(spec: CollectionSpec, batch: Batch, index: int, device: str) -> tuple[Tensor, ...]:
+    """One feature's part of a batch, as its torch module takes it."""
+    feature, where = spec.features[index], batch.feature(index)
+    # Copies, as a loop's user holds them: views into the joint tensors would start at odd addresses.
+    ids = torch.from_numpy(batch.values[where].copy()).to(device)
+    if feature.pooling == "none":
+        return (ids,)
+    borders = batch.offsets[index * batch.size : (index + 1) * batch.size] - where.start
+    offsets = torch.from_numpy(borders).to(device)
+    if not feature.weighted or batch.weights is None:
+        return ids, offsets
+    dtype = getattr(torch, DTYPES[spec.table(feature.table).dtype].torch_name)
+    return ids, offsets, torch.from_numpy(batch.weights[where].copy()).to(device, dtype)
+
+
+def _columns(spec: CollectionSpec, result: Any) -> list[Tensor]:
+    """A pooled `[B, total]` result cut into features; a list of results as it is."""
+    if isinstance(result, list):
+        return result
+    return list(result.split([placed.width for placed in layout_of(spec).features], 1))
+
+
+def check_fbgemm(spec: CollectionSpec) -> None:
+    """`PeerUnavailableError` for what one FBGEMM call cannot look up."""
+    for table in spec.tables:
+        if table.dtype not in FBGEMM_DTYPES:
+            raise PeerUnavailableError(f"table {table.name!r}: FBGEMM takes no {table.dtype} rows")
+        if table.embedding_dim % 4:
+            raise PeerUnavailableError(f"table {table.name!r}: FBGEMM needs dims in fours, not {table.embedding_dim}")
+    for feature in spec.features:
+        if feature.pooling not in FBGEMM_POOLINGS:
+            raise PeerUnavailableError(f"feature {feature.name!r}: FBGEMM has no pooling {feature.pooling!r}")
+        if feature.padding_idx is not None:
+            raise PeerUnavailableError(f"feature {feature.name!r}: FBGEMM has no padding_idx")
+        if feature.weighted and feature.pooling != "sum":
+            raise PeerUnavailableError(f"feature {feature.name!r}: FBGEMM weighs a {feature.pooling!r} its own way")
+    for what, kinds in (
+        ("dtype", {t.dtype for t in spec.tables}),
+        ("pooling", {f.pooling for f in spec.features}),
+        ("weighted", {f.weighted for f in spec.features}),
+    ):
+        if len(kinds) > 1:
+            raise PeerUnavailableError(f"one FBGEMM call takes one {what}, the spec has {sorted(map(str, kinds))}")
+    if spec.features[0].pooling == "none" and len({t.embedding_dim for t in spec.tables}) > 1:
+        raise PeerUnavailableError("one FBGEMM call without pooling takes one dim")
+
+
+def fbgemm_parts() -> dict[str, Any]:
+    """The parts of FBGEMM that are used, imported on first need."""
+    try:
+        from fbgemm_gpu import (
+            split_embedding_configs,
+            split_table_batched_embeddings_ops_common,
+            split_table_batched_embeddings_ops_inference,
+            split_table_batched_embeddings_ops_training,
+        )
+    except ImportError as error:
+        raise PeerUnavailableError(f"FBGEMM is not installed ({error}); pip install fbgemm-gpu-cpu==1.8.0") from error
+    parts: dict[str, Any] = {}
+    for module in (
+        split_embedding_configs,
+        split_table_batched_embeddings_ops_common,
+        split_table_batched_embeddings_ops_training,
+        split_table_batched_embeddings_ops_inference,
+    ):
+        parts |= vars(module)
+    return parts
+
+
+def _fbgemm_training(spec: CollectionSpec, device: str) -> Peer:
+    api = fbgemm_parts()
+    location, compute = fbgemm_place(api, device)
+    module = api["SplitTableBatchedEmbeddingBagsCodegen"](
+        [(t.num_embeddings, t.embedding_dim, location, compute) for t in spec.tables],
+        feature_table_map=[f.table_index for f in layout_of(spec).features],
+        optimizer=api["EmbOptimType"].EXACT_SGD,
+        weights_precision=sparse_type(api, spec.tables[0].dtype),
+        output_dtype=sparse_type(api, spec.output_dtype),
+        pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
+        bounds_check_mode=api["BoundsCheckMode"].NONE,
+    )
+    for index, rows in enumerate(module.split_embedding_weights()):
+        fill_table(rows, index)
+    return _fbgemm_contender(spec, "training TBE, no bounds check", module, device)
+
+
+def _fbgemm_inference(spec: CollectionSpec, device: str) -> Peer:
+    api = fbgemm_parts()
+    location, _ = fbgemm_place(api, device)
+    kind = sparse_type(api, spec.tables[0].dtype)
+    module = api["IntNBitTableBatchedEmbeddingBagsCodegen"](
+        [(t.name, t.num_embeddings, t.embedding_dim, kind, location) for t in spec.tables],
+        feature_table_map=[f.table_index for f in layout_of(spec).features],
+        device=device,
+        output_dtype=sparse_type(api, spec.output_dtype),
+        pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
+        bounds_check_mode=api["BoundsCheckMode"].NONE,
+        row_alignment=1 if device == "cpu" else 16,
+    )
+    module.initialize_weights()
+    for index, (rows, _) in enumerate(module.split_embedding_weights()):
+        table = spec.tables[index]
+        dtype = getattr(torch, DTYPES[table.dtype].torch_name)
+        fill_table(rows.view(dtype)[:, : table.embedding_dim], index)
+    return _fbgemm_contender(spec, "inference TBE, no bounds check", module, device)
+
+
+def fbgemm_place(api: dict[str, Any], device: str) -> tuple[Any, Any]:
+    """FBGEMM's words for where tables lie and where it computes."""
+    on_cpu = device == "cpu"
+    location = api["EmbeddingLocation"].HOST if on_cpu else api["EmbeddingLocation"].DEVICE
+    return location, api["ComputeDevice"].CPU if on_cpu else api["ComputeDevice"].CUDA
+
+
+def sparse_type(api: dict[str, Any], dtype: str) -> Any:
+    """FBGEMM's word for a dtype."""
+    return api["SparseType"][dtype.upper()]
+
+
+def _fbgemm_contender(spec: CollectionSpec, note: str, module: Any, device: str) -> Peer:
+    weighted = spec.features[0].weighted
+
+    def prepare(batch: Batch) -> tuple[Tensor, ...]:
+        values, offsets = torch.from_numpy(batch.values).to(device), torch.from_numpy(batch.offsets).to(device)
+        if not weighted or batch.weights is None:
+            return values, offsets
+        return values, offsets, torch.from_numpy(batch.weights).to(device)
+
+    def run(arguments: tuple[Tensor, ...]) -> Any:
+        return module(*arguments)
+
+    return Peer("fbgemm", note, prepare, run, partial(_fbgemm_outputs, spec), output_types(spec))
+
+
+def _fbgemm_outputs(spec: CollectionSpec, result: Tensor) -> list[Tensor]:
+    if spec.features[0].pooling == "none":
+        return [result]
+    return _columns(spec, result)

@@ -1,0 +1,162 @@
+"""`embforge bench --train`: a spec's training step timed beside today's libraries and beside the machine's limits.
+
+A step is forward, backward and update. Everyone is fed the same gradients and starts from the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.codegen.errors import EmbforgeError
+from embforge.codegen.spec import CollectionSpec
+from embforge.collection import EmbeddingCollection
+from embforge.tuner.bench.forward import (
+    SWEEP_SHARE,
+    check_device,
+    enough_batches,
+    filled_module,
+    row_bytes,
+    table_bytes,
+    tables_of,
+)
+from embforge.tuner.bench.report import GATHER_LIMIT, LIMIT, OURS, BenchReport, machine_facts, timings_of
+from embforge.tuner.bench.limit import gather_limit
+from embforge.tuner.measure.paired import Contender, measure
+from embforge.tuner.bench.peers import PEERS, PeerUnavailableError
+from embforge.tuner.measure.quiet import Clocks, others_since
+from embforge.tuner.bench.training_peers import training_peer_named
+from embforge.tuner.bench.training_rules import (
+    ADAM_EPS,
+    BETAS,
+    EPS,
+    LR,
+    RULES,
+    Checked,
+    Gradients,
+    Trainee,
+    check,
+    gradients_of,
+)
+from embforge.tuner.bench.update_limit import update_limit
+from embforge.tuner.workload.workload import Batch, Workload, make_batch, parse
+
+CHECK_BATCH = 64
+"""Samples of the two steps that are compared with the rule's formula, if the workload has that many."""
+OUR_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": LR}),
+    "adagrad": ("Adagrad", {"lr": LR, "eps": EPS}),
+    "rowwise_adagrad": ("RowwiseAdagrad", {"lr": LR, "eps": EPS}),
+    "adam": ("Adam", {"lr": LR, "betas": BETAS, "eps": ADAM_EPS}),
+}
+
+
+class UnknownRuleError(EmbforgeError, ValueError):
+    """A rule that the training benchmark does not have. The message lists those it has."""
+
+
+def bench_training(
+    spec: CollectionSpec,
+    rule: str,
+    *,
+    on: str = "cpu",
+    against: Sequence[str] = PEERS,
+    workload: Workload | str | None = None,
+    seconds: float = 10.0,
+    ours: bool = True,
+    limit: bool = True,
+    seed: int = 0,
+) -> BenchReport:
+    """Times training steps for about `seconds`, interleaved with the peers in `against` and the machine's limits.
+
+    A peer that is not installed or has no such thing is in the report's `skipped`. `UnknownRuleError` for a rule not
+    in `RULES`; `ToolchainError` if `on` is "cuda" and there is none; `WorkloadError` for a workload it cannot read.
+    """
+    if rule not in RULES:
+        raise UnknownRuleError(f"rule {rule!r} is not known to the benchmark; allowed: {', '.join(RULES)}")
+    check_device(on)
+    workload = parse(workload) if isinstance(workload, str) else workload or Workload()
+    batches = enough_batches(spec, workload, seed)
+    module = our_module(spec, rule, on) if ours else None
+    steps = [make_batch(spec, workload.at_most(CHECK_BATCH), seed + step) for step in range(2)]
+    trainees: list[Trainee] = []
+    checked: dict[str, Checked] = {}
+    skipped: dict[str, str] = {}
+    if module is not None:
+        trainees.append(our_trainee(module, rule, on))
+        checked[OURS] = check(trainees[0], spec, steps)
+    for name in against:
+        try:
+            peer = training_peer_named(name, spec, rule, batches, on)
+            checked[name] = check(peer, spec, steps)
+            trainees.append(peer)
+        except PeerUnavailableError as error:
+            skipped[name] = str(error)
+        except NotImplementedError as error:  # how torch says that an operator lacks a type
+            skipped[name] = f"no such peer: {str(error).splitlines()[0]}"
+    contenders: list[Contender] = [*trainees]
+    notes = {t.name: t.note for t in trainees}
+    if limit and on == "cpu":
+        tables = tables_of(spec, module)
+        for bare in (update_limit(spec, tables), gather_limit(spec, tables, name=GATHER_LIMIT)):
+            best = bare.best(batches, seconds * SWEEP_SHARE / 2)
+            contenders.append(best)
+            notes[best.name] = str(best)
+    clocks = Clocks.now()
+    synchronize = torch.cuda.synchronize if on == "cuda" else lambda: None
+    taken = measure(contenders, batches, seconds=seconds, seed=seed, synchronize=synchronize)
+    others = others_since(clocks)
+    shares = ours and LIMIT in taken.samples
+    return BenchReport(
+        spec=spec.name or "collection",
+        workload=str(workload),
+        on=on,
+        batches=len(batches),
+        ids=sum(b.values.size for b in batches) // len(batches),
+        row_bytes=sum(row_bytes(spec, b) for b in batches) // len(batches),
+        table_bytes=table_bytes(spec),
+        timings=timings_of(taken, notes),
+        ratios={t.name: taken.ratio(t.name, OURS) for t in trainees if ours and t.name != OURS},
+        limit_share=taken.ratio(LIMIT, OURS) if shares else None,
+        differences={name: result.difference for name, result in checked.items()},
+        disagreeing=tuple(name for name, result in checked.items() if not result.agrees),
+        skipped=skipped,
+        others=others,
+        machine=machine_facts(),
+        train=rule,
+        both_share=taken.ratio([LIMIT, GATHER_LIMIT], OURS) if shares else None,
+    )
+
+
+def our_module(spec: CollectionSpec, rule: str, device: str = "cpu") -> EmbeddingCollection:
+    """A module that trains by the rule, its rows those that the peers start from."""
+    import embforge
+
+    name, numbers = OUR_RULES[rule]
+    return filled_module(spec, device=device, optimizer=getattr(embforge.optim, name)(**numbers))
+
+
+def our_trainee(module: EmbeddingCollection, rule: str, device: str = "cpu") -> Trainee:
+    """Our training step."""
+    gradients = gradients_of(module.spec)
+    pooled = not module.layout.sequence_features
+    names = [table.name for table in module.spec.tables]
+
+    def prepare(batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Gradients]:
+        fed = gradients(batch)
+        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
+        arguments = torch.from_numpy(batch.values).to(device), torch.from_numpy(batch.offsets).to(device), weights
+        return arguments, Gradients(fed.joint.to(device), tuple(part.to(device) for part in fed.parts))
+
+    def run(prepared: tuple[tuple[Tensor, Tensor, Tensor | None], Gradients]) -> None:
+        arguments, fed = prepared
+        if pooled:
+            module(*arguments).backward(fed.joint)
+        else:
+            torch.autograd.backward(list(module.forward_dict(*arguments).values()), fed.parts)
+
+    note = f"{module.plan().uri}, then its backward with {OUR_RULES[rule][0]}"
+    return Trainee(OURS, note, rule, prepare, run, lambda index, at: module.weight(names[index]).data[at])

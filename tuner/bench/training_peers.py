@@ -1,0 +1,172 @@
+"""The libraries people train embeddings with today, each in its best honest configuration, as contenders.
+
+Tables start from the rows of `fill_table`. What a library cannot do is refused by name, never replaced by something
+else; the one stand-in, torch's Adagrad beside our RowwiseAdagrad, which torch does not have, says so in its note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embforge.codegen.layout import layout_of
+from embforge.codegen.spec import CollectionSpec
+from embforge.tuner.measure.paired import measure
+from embforge.tuner.bench.peers import (
+    FBGEMM_POOLINGS,
+    PEERS,
+    TRIAL_SECONDS,
+    PeerUnavailableError,
+    check_fbgemm,
+    check_torch,
+    fbgemm_parts,
+    fbgemm_place,
+    fill_table,
+    filled_rows,
+    sparse_type,
+    torch_arguments,
+    torch_padding,
+)
+from embforge.tuner.bench.training_rules import ADAM_EPS, BETAS, EPS, LR, Gradients, Trainee, gradients_of
+from embforge.tuner.workload.workload import Batch
+
+DENSE_BYTES = 64 << 20
+"""Tables of at most so many bytes together are also tried with dense gradients, which can be faster there."""
+FBGEMM_RULES = {"sgd": "EXACT_SGD", "adagrad": "EXACT_ADAGRAD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
+"""What FBGEMM's CPU build trains with; it refuses ADAM ("not supported in CPU mode")."""
+FBGEMM_CUDA_RULES = {**FBGEMM_RULES, "adam": "ADAM"}
+
+Calls = tuple[list[tuple[nn.Module, tuple[Tensor, ...]]], Gradients]
+
+
+def training_peer_named(
+    name: str, spec: CollectionSpec, rule: str, batches: Sequence[Batch], device: str = "cpu"
+) -> Trainee:
+    """The peer for a spec and a rule. `PeerUnavailableError` if it has no such thing or is not installed."""
+    if name == "torch":
+        return torch_training_peer(spec, rule, batches, device)
+    if name == "fbgemm":
+        return fbgemm_training_peer(spec, rule, device)
+    raise PeerUnavailableError(f"peer {name!r} is not known; allowed: {', '.join(PEERS)}")
+
+
+def torch_training_peer(spec: CollectionSpec, rule: str, batches: Sequence[Batch], device: str = "cpu") -> Trainee:
+    """One nn.EmbeddingBag(sparse=True) a feature and one torch.optim; small tables maybe with dense gradients."""
+    check_torch(spec)
+    for feature in spec.features:
+        if feature.pooling == "max":
+            raise PeerUnavailableError(f"feature {feature.name!r}: nn.EmbeddingBag has no sparse gradients for 'max'")
+    sparse = _torch_trainee(spec, rule, device, sparse=True)
+    total = sum(t.table.num_embeddings * t.row_bytes for t in layout_of(spec).tables)
+    if rule == "adam" or total > DENSE_BYTES:  # torch's dense Adam also moves rows that do not occur
+        return sparse
+    dense = _torch_trainee(spec, rule, device, sparse=False)
+    times = measure([_named(kind) for kind in (sparse, dense)], batches, seconds=TRIAL_SECONDS)
+    # Their rows have moved in the trial: begin anew.
+    return _torch_trainee(spec, rule, device, sparse=times.median(sparse.note) <= times.median(dense.note))
+
+
+def fbgemm_training_peer(spec: CollectionSpec, rule: str, device: str = "cpu") -> Trainee:
+    """FBGEMM's training TBE with its fused optimizer, bounds checks and stochastic rounding off, fp32 out."""
+    check_fbgemm(spec)
+    rules = FBGEMM_RULES if device == "cpu" else FBGEMM_CUDA_RULES
+    if rule not in rules:
+        raise PeerUnavailableError(f"no such peer: FBGEMM has no {rule} on {device}; it has {', '.join(rules)}")
+    order = [f.table_index for f in layout_of(spec).features]
+    if order != sorted(order):  # measured: shared tables get a wrong Adagrad, row-wise Adagrad raises
+        raise PeerUnavailableError("FBGEMM's CPU backward needs features in the order of their tables")
+    api = fbgemm_parts()
+    location, compute = fbgemm_place(api, device)
+    module = api["SplitTableBatchedEmbeddingBagsCodegen"](
+        [(t.num_embeddings, t.embedding_dim, location, compute) for t in spec.tables],
+        feature_table_map=order,
+        optimizer=api["EmbOptimType"][rules[rule]],
+        learning_rate=LR,
+        eps=ADAM_EPS if rule == "adam" else EPS,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        weights_precision=sparse_type(api, spec.tables[0].dtype),
+        output_dtype=sparse_type(api, spec.output_dtype),
+        pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
+        bounds_check_mode=api["BoundsCheckMode"].NONE,
+        stochastic_rounding=False,
+    )
+    tables: list[Tensor] = [rows.detach() for rows in module.split_embedding_weights()]
+    for index, rows in enumerate(tables):
+        fill_table(rows, index)
+    gradients, sequence = gradients_of(spec), spec.features[0].pooling == "none"
+    weighted = spec.features[0].weighted
+
+    def prepare(batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
+        arrays = [batch.values, batch.offsets, *([batch.weights] if weighted and batch.weights is not None else [])]
+        fed = gradients(batch)
+        gradient = torch.cat(fed.parts) if sequence else fed.joint
+        return tuple(torch.from_numpy(a).to(device) for a in arrays), gradient.to(device)
+
+    def run(prepared: tuple[tuple[Tensor, ...], Tensor]) -> None:
+        arguments, gradient = prepared
+        module(*arguments).backward(gradient)
+
+    note = f"training TBE, {rules[rule]}, no bounds check, no stochastic rounding"
+    return Trainee("fbgemm", note, rule, prepare, run, lambda index, at: tables[index][at])
+
+
+def _torch_trainee(spec: CollectionSpec, rule: str, device: str, *, sparse: bool) -> Trainee:
+    weights = {t.name: nn.Parameter(filled_rows(spec, index, device)) for index, t in enumerate(spec.tables)}
+    modules: list[nn.Module] = []
+    for feature in spec.features:
+        padding = torch_padding(feature, len(weights[feature.table]))
+        options: dict[str, Any] = {"sparse": sparse, "freeze": False, "padding_idx": padding}
+        if feature.pooling == "none":
+            modules.append(nn.Embedding.from_pretrained(weights[feature.table], **options))
+        else:
+            modules.append(nn.EmbeddingBag.from_pretrained(weights[feature.table], mode=feature.pooling, **options))
+        modules[-1].weight = weights[feature.table]  # the same Parameter for features that share a table
+    # torch's fastest optimizers; they take no sparse gradients, and its fused SGD gets narrow tables wrong (measured).
+    fused = not sparse and all(t.dtype == "fp32" for t in spec.tables)
+    optimizer, formula = _torch_optimizer(rule, list(weights.values()), fused=fused)
+    pooled = all(f.pooling != "none" for f in spec.features)
+    gradients = gradients_of(spec)
+
+    def prepare(batch: Batch) -> Calls:
+        cut = [torch_arguments(spec, batch, index, device) for index in range(len(spec.features))]
+        fed = gradients(batch)
+        # In the type of the outputs: that of the tables, the widest where cat joins several.
+        types = [weights[f.table].dtype for f in spec.features]
+        joint = fed.joint.to(device, reduce(torch.promote_types, types))
+        parts = tuple(p.to(device, t) for p, t in zip(fed.parts, types, strict=True)) if not pooled else ()
+        return list(zip(modules, cut, strict=True)), Gradients(joint, parts)
+
+    def run(prepared: Calls) -> None:
+        calls, fed = prepared
+        results = [module(*arguments) for module, arguments in calls]
+        if pooled:
+            (torch.cat(results, 1) if len(results) > 1 else results[0]).backward(fed.joint)
+        else:
+            torch.autograd.backward(results, fed.parts)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    stand_in = " (nearest: torch has no row-wise Adagrad)" if rule == "rowwise_adagrad" else ""
+    kind = "sparse" if sparse else "dense"
+    note = f"nn.EmbeddingBag a feature, {kind} gradients, torch.optim.{type(optimizer).__name__}{stand_in}"
+    tables = [weights[t.name].detach() for t in spec.tables]
+    return Trainee("torch", note, formula, prepare, run, lambda index, at: tables[index][at])
+
+
+def _torch_optimizer(rule: str, weights: list[nn.Parameter], *, fused: bool) -> tuple[torch.optim.Optimizer, str]:
+    """The optimizer, and the formula it follows."""
+    if rule == "sgd":
+        return torch.optim.SGD(weights, lr=LR, fused=fused), "sgd"
+    if rule == "adam":
+        return torch.optim.SparseAdam(weights, lr=LR, betas=BETAS, eps=ADAM_EPS), "sparse_adam"
+    return torch.optim.Adagrad(weights, lr=LR, eps=EPS, fused=fused), "adagrad"
+
+
+def _named(trainee: Trainee) -> Trainee:
+    """Under its note, so that two kinds of one library can be timed together."""
+    return Trainee(trainee.note, trainee.note, trainee.formula, trainee.prepare, trainee.run, trainee.rows)

@@ -1,0 +1,1 @@
+"""What a kernel should take, from its source and its workload, without running it."""

@@ -1,0 +1,208 @@
+"""What a candidate is asked before it is timed: batches that look for trouble and real ones, with the right answers.
+
+An answer is right if it has the bits of the reference's; one NaN is as good as another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embforge.verify.cases import Case, draw_batch
+from embforge.codegen.layout import CollectionLayout
+from embforge.codegen.plan import Plan
+from embforge.codegen.plans import keeps_for_backward
+from embforge.inputs import Batch
+from embforge.launch.gradients import Gradients
+from embforge.launch.reference.backward import put_rows
+from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
+from embforge.verify.probes import FEW_FOR_ALL, FEW_FOR_ONE, FEW_SPECIAL, shrunk
+from embforge.verify.training_run import CASES, bits_of
+from embforge.tuner.judge.fixtures import Arena, drawn_arena, gradients_for
+
+TRAINED_ROWS = 200
+"""Of the small tables that are trained: all of them are compared after every call."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FORWARD_RESULTS = ("pooled", "sequence", "divisors", "winners")
+
+Answer = dict[str, Tensor]
+"""Results, and all that a call changed, by names for people."""
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A call, and what the reference makes of it."""
+
+    label: str
+    op: str
+    arena: Arena
+    batch: Batch
+    gradients: Gradients | None
+    bounds_check: str
+    rows: tuple[Tensor, ...]
+    """Of each table: the rows that the call may change or that others may have changed; none before a forward."""
+    before: Answer
+    """What stands in them when the question is asked."""
+    expected: Answer
+
+
+def questions_of(plan: Plan, real: Arena, batches: Mapping[str, Batch], seed: int) -> list[Question]:
+    """The questions for kernels of the plan's op: small tables and odd batches first, then a batch a workload.
+
+    `batches`: by a workload's name, for the tables `real`.
+    """
+    asked = [*_odd_questions(plan, real.device, seed)]
+    for name, batch in batches.items():
+        asked.append(_question(f"a batch of {name}", plan, real, batch, "error", _touched(plan, real, batch)))
+    return asked
+
+
+def ask(kernel: Any, question: Question) -> Answer:
+    """The kernel's answer; what it forgets to write is no number. What it raises is for the caller."""
+    with _no_leftovers():
+        return _called(kernel, question)
+
+
+def difference(layout: CollectionLayout, question: Question, got: Answer) -> str | None:
+    """Where the answer first differs from the right one, what was expected there and what came; None if nowhere."""
+    for name, want in question.expected.items():
+        have = got[name]
+        if want.shape != have.shape:
+            return f"{name}: expected shape {tuple(want.shape)}, got {tuple(have.shape)}"
+        if torch.equal(_whole_numbers(want), _whole_numbers(have)):
+            continue
+        wrong = (bits_of(want) != bits_of(have)).any(dim=1)
+        if bool(wrong.any()):
+            element = int(wrong.int().argmax())
+            came = f"expected {want.flatten()[element].item()!r}, got {have.flatten()[element].item()!r}"
+            return f"{_place(layout, question, name, element)}: {came}"
+    return None
+
+
+def _odd_questions(plan: Plan, device: torch.device, seed: int) -> Iterator[Question]:
+    if plan.op.startswith("forward"):
+        small = shrunk(plan.spec)
+        for special, cases in ((False, FEW_FOR_ALL + FEW_FOR_ONE), (True, FEW_SPECIAL)):
+            arena = drawn_arena(small, None, device, seed, special)
+            for number, case in enumerate(cases):
+                label = f"{case}, special numbers" if special else str(case)
+                batch = _batch(arena, case, plan.id_dtype, seed + number)
+                yield _question(label, plan, arena, batch, "zero" if case.bad_ids else "error", ())
+        return
+    arena = drawn_arena(shrunk(plan.spec, TRAINED_ROWS), plan.update, device, seed, special=False)
+    everything = tuple(torch.arange(table.shape[0], device=device) for table in arena.tables)
+    for number, case in enumerate(CASES):  # each goes on from where the reference's answer to the last one ended
+        batch = _batch(arena, case, plan.id_dtype, seed + number)
+        yield _question(str(case), plan, arena, batch, "zero", everything)
+
+
+def _question(
+    label: str, plan: Plan, arena: Arena, batch: Batch, bounds_check: str, rows: tuple[Tensor, ...]
+) -> Question:
+    gradients = None
+    if not plan.op.startswith("forward"):
+        keeps = keeps_for_backward(arena.spec)
+        gradients = gradients_for(arena, batch, arena.reference("forward_train", plan.id_dtype) if keeps else None)
+    question = Question(label, plan.op, arena, batch, gradients, bounds_check, rows, {}, {})
+    question = replace(question, before=_changed(question))
+    return replace(question, expected=_called(arena.reference(plan.op, plan.id_dtype), question))
+
+
+def _called(kernel: Any, question: Question) -> Answer:
+    _put_back(question)
+    found = kernel(*question.arena.arguments(question.op, question.batch, question.gradients, question.bounds_check))
+    if question.arena.device.type == "cuda":
+        torch.cuda.synchronize()
+    kernel.check()
+    return _answer(question, found)
+
+
+@contextmanager
+def _no_leftovers() -> Iterator[None]:
+    """Inside, torch fills all memory that it gives out: else the last kernel's right answer may lie in it."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def _batch(arena: Arena, case: Case, id_dtype: str, seed: int) -> Batch:
+    drawn = draw_batch(arena.spec, replace(case, id_dtype=id_dtype), seed, arena.device)  # type: ignore[arg-type]
+    return Batch(drawn.values, drawn.offsets, drawn.weights, case.batch, None)
+
+
+def _touched(plan: Plan, arena: Arena, batch: Batch) -> tuple[Tensor, ...]:
+    """The rows that the batch's ids name, a table each."""
+    if plan.op.startswith("forward"):
+        return ()
+    ids: list[list[Tensor]] = [[] for _ in arena.tables]
+    for placed in plan.layout.features:
+        begin, end = (int(batch.offsets[(placed.index + more) * batch.batch]) for more in (0, 1))
+        ids[placed.table_index].append(batch.values[begin:end].long())
+    return tuple(torch.cat(parts).unique() for parts in ids)
+
+
+def _watched(question: Question) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Names, live tensors and the rows of them that are looked at."""
+    for holder, rows in zip(question.arena.holders, question.rows, strict=False):  # a forward watches nothing
+        name = holder.layout.table.name
+        yield f"table {name!r}", holder.weight, rows
+        for state, view in holder.states().items():
+            yield f"{state} of table {name!r}", view, rows
+
+
+def _changed(question: Question) -> Answer:
+    """What the watched rows and the counters hold now."""
+    found = {name: _take(live, rows) for name, live, rows in _watched(question)}
+    return found | {"counters": question.arena.counters.clone()} if found else found
+
+
+def _put_back(question: Question) -> None:
+    if not question.before:
+        return
+    for name, live, rows in _watched(question):
+        put_rows(live, rows, question.before[name])
+    question.arena.counters.copy_(question.before["counters"])
+
+
+def _take(live: Tensor, rows: Tensor) -> Tensor:
+    if live.dtype.itemsize > 1:
+        return live[rows]
+    return live.view(torch.uint8)[rows].view(live.dtype)  # torch cannot index formats of one byte
+
+
+def _whole_numbers(tensor: Tensor) -> Tensor:
+    """The bits, in a form that is compared fast."""
+    return tensor.contiguous().view(BITS[tensor.dtype.itemsize])
+
+
+def _answer(question: Question, found: Any) -> Answer:
+    if question.op == "backward":
+        return {"verdict": found} | _changed(question)
+    if question.op == "reduce":
+        names = [holder.layout.table.name for holder in question.arena.holders]
+        rows = {f"rows of table {name!r}": of_table for name, (of_table, _) in zip(names, found, strict=True)}
+        return rows | {f"gradients of table {name!r}": g for name, (_, g) in zip(names, found, strict=True)}
+    if question.op == "weight_gradient":
+        return {"gradient of weights": found}
+    return {name: part for name, part in zip(FORWARD_RESULTS, found, strict=False) if part is not None and part.numel()}
+
+
+def _place(layout: CollectionLayout, question: Question, name: str, element: int) -> str:
+    places = {"pooled": pooled_place, "divisors": divisor_place, "winners": winner_place}
+    if name in places:
+        return f"{name}: {places[name](layout, element)}"
+    if name == "sequence":
+        return f"{name}: {sequence_place(layout, question.batch.offsets, question.batch.batch, element)}"
+    for watched, live, rows in _watched(question):
+        if name == watched:
+            row, column = divmod(element, live.shape[1] if live.dim() > 1 else 1)
+            return f"{name}, row {int(rows[row])}, column {column}"
+    return f"{name}, element {element}"

@@ -1,0 +1,215 @@
+"""What a report shows, as numbers: read from a study's storage alone, so that any finished study can be looked at."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embforge.codegen.params import params_type
+from embforge.codegen.tuned.record import Gain, Hardware
+from embforge.tuner.study.decision import DEFAULT, LEADER, Decision, Samples, decide
+from embforge.tuner.judge.outcome import KINDS
+from embforge.tuner.search.space import Removed
+
+if TYPE_CHECKING:
+    from optuna import Study
+
+IMPORTANCE_TRIALS = 30
+"""Timed trials below which importances are not shown: the fastest tenth would be one or two of them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate and what came of it."""
+
+    number: int
+    params: Mapping[str, Any]
+    kind: str
+    score: float | None
+    """Time over the anchor's; None unless it was timed."""
+    why: str
+    """Of a failure."""
+    seconds: Mapping[str, float]
+    """By phase: compiling (as far as it was waited for), verifying, timing."""
+    build: Mapping[str, Any]
+    """`binary_bytes`, and `resources`: the compiler's figures, a kernel symbol each."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Default against best on one workload: medians of the finals' paired rounds."""
+
+    workload: str
+    default_seconds: float
+    best_seconds: float
+    gain: Gain
+
+
+@dataclass(frozen=True)
+class Finals:
+    """What the finals decided, and on what."""
+
+    decision: Decision
+    comparisons: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything on the page."""
+
+    title: str
+    study: str
+    created: str
+    target: str
+    hardware: Hardware
+    clocks: Mapping[str, int | None]
+    """MHz by name, at the end of the finals."""
+    workloads: tuple[str, ...]
+    cache: str
+    versions: Mapping[str, str]
+    spec_toml: str
+    command: str
+    anchor: str
+    """Whom times are divided by, in words."""
+    fields: Mapping[str, tuple[Any, ...]]
+    size: int
+    points: int
+    removed: tuple[Removed, ...]
+    docs: Mapping[str, str]
+    """What each field is."""
+    default: Mapping[str, Any]
+    best: Mapping[str, Any] | None
+    """What ships; None before the finals."""
+    leader: Mapping[str, Any] | None
+    """The fastest candidate of the finals, be it shipped or not."""
+    trials: tuple[Trial, ...]
+    finals: Finals | None
+    importances: Mapping[str, float]
+    """Shares that sum to 1; empty if there are too few trials."""
+    ledger: Mapping[str, float]
+    """Wall seconds by what they went into; empty if not known."""
+    notes: tuple[str, ...]
+
+
+def report_of(study: Study) -> Report:
+    """Everything that the study's storage knows of it."""
+    about = study.user_attrs
+    finals, space = about.get("finals"), about["space"]
+    default, anchor = about["default"], about["anchor"]
+    found, best, leader = None, None, None
+    if finals is not None:
+        found = finals_of(_samples(finals["samples"]), finals.get("others", 0.0))
+        if not found.decision.disturbed:  # whatever an earlier version said of such samples
+            decided = replace(found.decision, ships=finals["ships"], why=finals["why"])  # a race knows more than these
+            found = replace(found, decision=decided)
+        leader = finals["leader"]
+        best = leader if found.decision.ships else default
+    name = tomllib.loads(about["spec"]).get("name") or "collection"
+    what = about["op"] if about["rule"] is None else f"{about['op']} ({about['rule']})"
+    return Report(
+        title=f"{name}: {what} on {about['target']} {about['arch']}",
+        study=study.study_name,
+        created=_date(about.get("finals_at")),
+        target=about["target"],
+        hardware=Hardware(**about["hardware"]),
+        clocks={} if finals is None else finals["clocks"],
+        workloads=tuple(about["workloads"]),
+        cache=about["cache"],
+        versions=about["versions"],
+        spec_toml=about["spec"],
+        command=_command(name, about),
+        anchor="the default" if anchor == default else "the baseline",
+        fields={field: tuple(choices) for field, choices in space["fields"].items()},
+        size=space["size"],
+        points=space["points"],
+        removed=tuple(Removed(**removed) for removed in space["removed"]),
+        docs={field.name: field.metadata["doc"] for field in fields(params_type(about["target"], about["op"]))},
+        default=default,
+        best=best,
+        leader=leader,
+        trials=trials_of(study),
+        finals=found,
+        importances=importances_of(study),
+        ledger=about.get("ledger", {}),
+        notes=tuple(about.get("notes", ())),
+    )
+
+
+def finals_of(samples: Samples, others: float = 0.0) -> Finals:
+    """The decision anew from all samples of the finals and the CPUs that others used, and medians beside it."""
+    decision = decide(samples, others)
+    compared = (
+        Comparison(
+            workload, float(np.median(times[DEFAULT])), float(np.median(times[LEADER])), decision.gains[workload]
+        )
+        for workload, times in samples.items()
+    )
+    return Finals(decision, tuple(compared))
+
+
+def _samples(data: Mapping[str, Mapping[str, Sequence[float]]]) -> Samples:
+    return {workload: {name: tuple(times) for name, times in by.items()} for workload, by in data.items()}
+
+
+def _date(text: str | None) -> str:
+    return "no finals yet" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M} UTC"
+
+
+def _command(name: str, about: Mapping[str, Any]) -> str:
+    """What does it again, with the spec in a file of its name."""
+    words = ["embforge", "tune", f"{name}.toml", "--on", about["target"]]
+    if about["train"] is not None:
+        words += ["--train", about["train"]]
+    for workload in about["workloads"]:
+        words += ["--workload", workload]
+    if about["anchor"] != about["default"]:
+        changed = {field: value for field, value in about["anchor"].items() if value != about["default"][field]}
+        for field, value in changed.items():
+            words += ["--baseline", f"{field}={','.join(map(str, value)) if isinstance(value, list) else value}"]
+    for option, key, usual in (("cache", "cache", "warm"), ("ids", "id_dtype", "int64")):
+        if about[key] != usual:
+            words += [f"--{option}", about[key]]
+    return shlex.join(words)
+
+
+def trials_of(study: Study) -> tuple[Trial, ...]:
+    """All trials that came to something, by number; duplicates and other programs' trials did not."""
+    from optuna.trial import TrialState
+
+    found = []
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)):
+        outcome = trial.user_attrs.get("outcome", {})
+        if outcome.get("kind") in KINDS:
+            found.append(
+                Trial(
+                    number=trial.number,
+                    params=trial.user_attrs["params"],
+                    kind=outcome["kind"],
+                    score=trial.value,
+                    why=outcome.get("why", ""),
+                    seconds=trial.user_attrs.get("seconds", {}),
+                    build=trial.user_attrs.get("build", {}),
+                )
+            )
+    return tuple(found)
+
+
+def importances_of(study: Study) -> dict[str, float]:
+    """Each parameter's share, by Optuna's PED-ANOVA, the largest first; empty with too few trials to tell."""
+    from optuna.importance import get_param_importances
+    from optuna.trial import TrialState
+
+    timed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(timed) < IMPORTANCE_TRIALS:
+        return {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        shares = get_param_importances(study)
+    return {} if told else shares  # it warns where it only guesses

@@ -1,0 +1,1 @@
+"""The spaces that are searched: the parameters of every target, and what a target allows of them."""

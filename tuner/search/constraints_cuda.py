@@ -1,0 +1,172 @@
+"""What is known of a CUDA plan's parameters before anything is rendered. Codegen's own geometry is the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields
+from functools import cache
+
+from embforge.codegen.errors import PlanError
+from embforge.codegen.params import CudaBackwardParams, CudaParams
+from embforge.codegen.targets.cuda.arch import arch_named
+from embforge.codegen.targets.cuda.backward_geometry import RowBucket, row_buckets
+from embforge.codegen.targets.cuda.backward_geometry import min_blocks as backward_min_blocks
+from embforge.codegen.targets.cuda.geometry import (
+    BucketGeometry,
+    geometry_of,
+    min_blocks,
+    register_classes,
+    shared_bytes,
+)
+from embforge.codegen.targets.cuda.long_bags import LongGeometry, long_geometry
+from embforge.tuner.search.constraints import Constraint, Context, Idle, Rules
+
+CHOICES = {f.name: f.metadata["choices"] for f in fields(CudaParams)}
+SMALLEST_LONG_BAG = min(CHOICES["long_bag"])
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """How a point maps rows to lanes: what the source states, but for a few numbers that stand in the params."""
+
+    classes: tuple[tuple[BucketGeometry, ...], ...]
+    key: Hashable
+    """Equal keys: equal source."""
+    shared: tuple[int, ...]
+    """Bytes of a block, a class of buckets each."""
+
+
+def forward_rules(context: Context) -> Rules:
+    """Of the lookup. `PlanError` if the default cannot work."""
+    arch = arch_named(context.arch)
+    geometry_of(context.plan(CudaParams()))
+    mapping = _mappings(context)
+
+    def refuses_shared(params: CudaParams) -> bool:
+        return mapping(params) is None
+
+    def refuses_blocks(params: CudaParams) -> bool:
+        found = mapping(params)
+        assert found is not None
+        return any(
+            (shared + arch.shared_reserved) * _blocks(context, params, members[0].wide) > arch.shared_bytes
+            for members, shared in zip(found.classes, found.shared, strict=True)
+        )
+
+    def work(params: CudaParams) -> Hashable:
+        found = mapping(params)
+        assert found is not None
+        ordinary = not all(members[0].wide for members in found.classes)
+        splits = any(g.pooled for members in found.classes for g in members) and _may_be_long(context)
+        return (
+            found.key,
+            _blocks(context, params, wide=False) if ordinary else None,
+            params.cache_hint,
+            params.long_bag if splits else None,
+        )
+
+    return Rules(
+        constraints=(
+            Constraint(
+                "shared memory of a block",
+                "a block's ids, bags and running sums do not fit the 48 KB that it gets without asking",
+                refuses_shared,
+            ),
+            Constraint(
+                "shared memory of a multiprocessor",
+                "the blocks that `pipeline` wants on a multiprocessor do not fit its shared memory together: registers "
+                "would be given up for nothing",
+                refuses_blocks,
+            ),
+        ),
+        idle=(
+            Idle("vector_bytes", "no row is aligned for wider loads, or the GPU has none (32 bytes: from sm_100 on)"),
+            Idle("bags_per_block", "a block owns fewer bags anyway: `interleave` of each of its groups"),
+            Idle("interleave", "a block owns no more bags whatever is interleaved: `bags_per_block` ends it before"),
+            Idle("id_tile", "a block's groups stage as many whole batches of rows, or shared memory holds no more"),
+            Idle("pipeline", "a multiprocessor holds no more threads, or vectors are so wide that rows in flight end"),
+            Idle("long_bag", "nothing is pooled, or no bag of this traffic is long enough to be split"),
+        ),
+        work=work,
+    )
+
+
+def backward_rules(context: Context) -> Rules:
+    """Of the update of rows, or of the reduction without one."""
+
+    def work(params: CudaBackwardParams) -> Hashable:
+        plan = context.plan(params)
+        buckets = tuple(_row_numbers(b) for b in row_buckets(plan))
+        return params.block, params.medium_run, backward_min_blocks(plan), buckets
+
+    return Rules(
+        constraints=(),
+        idle=(
+            Idle("vector_bytes", "no row and no gradient is aligned for wider accesses"),
+            Idle(
+                "pipeline", "the update's states and sums leave registers for fewer blocks, or gradients in flight end"
+            ),
+        ),
+        work=work,
+    )
+
+
+def _mappings(context: Context) -> Callable[[CudaParams], _Mapping | None]:
+    """Of each point; None: its shared memory does not fit. Few points differ here, so that all are quickly known."""
+
+    longs: dict[tuple[int, int, int], Hashable] = {}  # all that they depend on: ids and bags staged change no lanes
+
+    @cache
+    def found(
+        block: int, rows: int, vector_bytes: int, id_tile: int, bags_per_block: int, interleave: int
+    ) -> _Mapping | None:
+        params = CudaParams(
+            block,
+            _pipeline(rows),
+            vector_bytes=vector_bytes,
+            id_tile=id_tile,
+            bags_per_block=bags_per_block,
+            interleave=interleave,
+        )
+        plan = context.plan(params)
+        try:
+            geometry = geometry_of(plan)
+        except PlanError:
+            return None
+        classes = register_classes(geometry)
+        if (block, rows, vector_bytes) not in longs:
+            longs[block, rows, vector_bytes] = _long_numbers(long_geometry(plan, geometry))
+        key = tuple(_bucket_numbers(g) for g in geometry), longs[block, rows, vector_bytes]
+        return _Mapping(classes, key, tuple(shared_bytes(plan, members) for members in classes))
+
+    return lambda p: found(p.block, p.pipeline[0], p.vector_bytes, p.id_tile, p.bags_per_block, p.interleave)
+
+
+def _pipeline(rows: int) -> tuple[int, int]:
+    """Any that has so many rows in flight."""
+    found: tuple[int, int] = next(pipeline for pipeline in CHOICES["pipeline"] if pipeline[0] == rows)
+    return found
+
+
+def _bucket_numbers(g: BucketGeometry) -> tuple[int, ...]:
+    """What the source of a lookup states of a bucket."""
+    unused = {"bucket", "winners_store"} | (set() if g.pooled else {"window", "min_run"})
+    return tuple(getattr(g, f.name) for f in fields(g) if f.name not in unused)
+
+
+def _long_numbers(found: LongGeometry) -> Hashable:
+    """What it states of long bags; nothing without pooled buckets, which have no kind."""
+    kinds = tuple((kind.name, kind.rows) for kind in found.kinds)
+    return (kinds, found.chunks, found.pitch, found.parts, found.shared) if kinds else None
+
+
+def _row_numbers(b: RowBucket) -> tuple[Hashable, ...]:
+    return tuple(getattr(b, f.name) for f in fields(b) if f.name != "placed")
+
+
+def _blocks(context: Context, params: CudaParams, wide: bool) -> int:
+    return min_blocks(context.plan(params), wide)
+
+
+def _may_be_long(context: Context) -> bool:
+    return context.longest_bag is None or context.longest_bag > SMALLEST_LONG_BAG

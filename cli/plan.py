@@ -196,7 +196,7 @@ def _step(
 ) -> Step:
     from embforge.codegen.planner.access import Access
     from embforge.codegen.planner.cost import Step
-    from embforge.codegen.sharding.traffic import Wire
+    from support.sharded.exact_traffic import Wire
     from embforge.codegen.plans import update_named
     from embforge.tuner.workload.workload import workload as workloads
 

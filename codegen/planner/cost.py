@@ -22,7 +22,7 @@ from embforge.codegen.planner.access import Access, Floats
 from embforge.codegen.sharding.geometry import INT32_ROWS, SEQUENCE_POOLINGS, SUMMED_POOLINGS
 from embforge.codegen.sharding.placement import Piece, Placement, TablePlacement
 from embforge.codegen.planner.topology import Topology
-from embforge.codegen.sharding.traffic import (
+from support.sharded.exact_traffic import (
     Wire,
     header_bytes,
     id_bytes,

@@ -30,7 +30,7 @@ from embforge.codegen.sharding.kinds import (
 from embforge.codegen.planner.memory import fits_not, size
 from embforge.codegen.sharding.placement import COLUMN_UNIT, place_table
 from embforge.codegen.planner.topology import Topology
-from embforge.codegen.sharding.traffic import Duplicates, Format, Pools, Wire, reductions_of
+from support.sharded.exact_traffic import Duplicates, Format, Pools, Wire, reductions_of
 from embforge.codegen.spec import CollectionSpec, TableSpec
 
 ROUNDS = 3

@@ -14,7 +14,7 @@ from conformance import naive
 from conformance.backends import device_of, every_backend
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import VARIANTS, cases, examples, seeds, specs
+from support.strategies import VARIANTS, cases, examples, seeds, specs
 
 from embforge.backends import arch_of
 from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables

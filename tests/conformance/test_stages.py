@@ -12,7 +12,7 @@ from conformance.backends import BACKENDS, device_of
 from conformance.stage_cases import NARROW, USUAL, Bucketed, Case, Feature, Piece, Split, bits, loaded, torch_dtype
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import examples
+from support.strategies import examples
 from torch import Tensor
 
 from embforge.codegen.stages import MISTAKES, PACKINGS

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from embforge.codegen.sharding.geometry import Geometry
-from embforge.codegen.sharding.traffic import worth_asking
+from support.sharded.exact_traffic import worth_asking
 from embforge.codegen.stages import PICK_WORDS, SOURCE_WORDS
 from embforge.sharded.exchange.formats import row_bytes
 from embforge.sharded.stages.stage_metadata import Numbers, Wiring

@@ -1,0 +1,58 @@
+"""Kernels whose grids have a limit, with that limit at one block: it goes round its loop for all the work there is.
+
+No batch of a test is large enough for the limits that programs have. Every test here is one that exists for the usual
+grids; results must be the reference's bits again.
+"""
+
+from __future__ import annotations
+
+import pytest
+import test_simt_backward as backward
+from conformance import test_bits as forward
+from support.training import batch_of, compare, plan_of
+
+from embforge.codegen.params import CudaParams
+from embforge.codegen.plan import Plan
+from embforge.codegen.rules import builtin
+from embforge.codegen.targets.cuda.forward import backward_launch as cuda_backward_launch
+from embforge.codegen.targets.cuda.forward import launch as cuda_launch
+from embforge.codegen.targets.cuda.backward import backward_shape_of
+from embforge.codegen.targets.cuda.backward_launch import backward_launch
+from embforge.codegen.targets.cuda.launch import UNIT, launch_of, shape_of
+
+
+@pytest.fixture(autouse=True)
+def _one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_launch, "LONG_BLOCKS", 1)
+    monkeypatch.setattr(cuda_backward_launch, "MOST_BLOCKS", 1)
+
+
+def test_limits_are_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = plan_of(backward.ONE, builtin.sgd())
+    lookup = Plan("forward", "simt", "sm_90", "int64", backward.ONE, CudaParams())
+
+    def grids() -> list[int]:
+        made = backward_launch(backward_shape_of(update), 5000, 100 * UNIT, 0)
+        kernels = launch_of(shape_of(lookup), 5000, 100 * UNIT).kernels
+        return [launch.grid for launch in (made.rows, *made.levels[:2], made.before_sort[1], *kernels[1:])]
+
+    assert set(grids()) == {1}
+    monkeypatch.undo()
+    assert min(grids()) > 1
+
+
+def test_lookups_of_long_bags() -> None:
+    forward.test_very_long_bags_beside_short_ones("simt", "int64")
+
+
+def test_rows_of_every_number_of_occurrences() -> None:
+    compare(plan_of(backward.ONE, builtin.sgd()), batch_of(backward.RUNS, backward.torch.int64))
+
+
+def test_updates_of_all_poolings_and_dtypes() -> None:
+    backward.test_all_poolings_and_dtypes(builtin.adam(), "fp32", "sm_90", "int64")
+    backward.test_all_poolings_and_dtypes(builtin.rowwise_adagrad(), "bf16", "sm_75", "int32")
+
+
+def test_reductions_of_all_poolings_and_dtypes() -> None:
+    backward.test_reductions("bf16", "int32")

@@ -1,0 +1,78 @@
+"""Every kind of plan alone, on 2, 4 and 8 real ranks: the bytes counted are those of the formulas, name by name.
+
+Mixtures of kinds and number formats: see `test_traffic.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.sharded.ranks import run_ranks
+from support.sharded.cases import (
+    KINDS,
+    Training,
+    arguments_of,
+    loss_of,
+    node_size_of,
+    one_kind,
+    part_of,
+    sharded_module,
+    sizes_of,
+    whole_batch,
+)
+
+from embforge.codegen.sharding.geometry import Geometry
+from embforge.codegen.sharding.placement import place
+from support.sharded.exact_traffic import COUNTERS, Traffic, Wire, count_ids, traffic_of
+
+TRAININGS = tuple(one_kind(kind) for kind in KINDS)
+Counters = dict[str, int]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_counters_are_what_the_formulas_say(size: int) -> None:
+    """A call without gradients, and a step in which weights want gradients too."""
+    found = run_ranks(size, counters_of_rank)
+    for number, training in enumerate(TRAININGS):
+        traffic = expected(training, size)
+        for rank in range(size):
+            quiet, loud = found[rank][number]
+            sent = traffic.sent(rank)
+            assert loud == sent, f"{training.name}, rank {rank} of {size}"
+            asked = {name: count for name, count in sent.items() if name in ("header", "ids") or "vectors" in name}
+            assert quiet == asked, f"{training.name}, rank {rank} of {size}, without gradients"
+        for name in COUNTERS:
+            together = sum(found[rank][number][1].get(name, 0) for rank in range(size))
+            assert together == traffic.pairs[name].sum(), f"{training.name}: {name} of all ranks"
+
+
+def expected(training: Training, size: int) -> Traffic:
+    """The formulas, filled with the ids of the batch."""
+    spec, optimizer = training.spec, training.optimizer
+    geometry = Geometry(place(training.plan(size), spec, size, node_size_of(size)))
+    parts = [part_of(spec, whole_batch(spec, 0), sizes_of(size, 0), rank) for rank in range(size)]
+    batches = [tuple(map(np.asarray, arguments_of(part)[:2])) for part in parts]
+    counted = count_ids(geometry, batches)  # type: ignore[arg-type]
+    return traffic_of(geometry, counted, Wire(weight_gradients=True, pools="different"), optimizer.update)
+
+
+def counters_of_rank(rank: int, size: int) -> list[tuple[Counters, Counters]]:
+    found = []
+    for training in TRAININGS:
+        module = sharded_module(training, size)
+        part = part_of(training.spec, whole_batch(training.spec, 0), sizes_of(size, 0), rank)
+        values, offsets, weights = arguments_of(part)
+        module.reset_counters()
+        with torch.no_grad():
+            module.forward_dict(values, offsets, weights)
+        quiet = counted(module.counters())
+        module.reset_counters()
+        loss_of(part, module.forward_dict(values, offsets, weights.requires_grad_())).backward()
+        found.append((quiet, counted(module.counters())))
+    return found
+
+
+def counted(counters: Counters) -> Counters:
+    """Without what stayed 0."""
+    return {name: count for name, count in counters.items() if count}

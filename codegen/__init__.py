@@ -1,1 +1,1 @@
-"""From a table-layout spec to kernel source and binaries. Never imports torch."""
+"""Turns a spec of tables and features into kernel sources and binaries. Never imports torch."""

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, FeatureLayout, TableLayout
-
-PoolingClass = Literal["sum", "max", "concat", "none"]
-
-POOLING_CLASS: dict[str, PoolingClass] = {
-    "sum": "sum",
-    "mean": "sum",
-    "sqrtn": "sum",
-    "max": "max",
-    "concat": "concat",
-    "none": "none",
-}
-"""sum, mean and sqrtn share their loop; the division is an epilogue chosen at run time."""
+from embforge.codegen.poolings import Pooling
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Features that share dim, table dtype, pooling class and weightedness."""
+    """Features that share dim, table dtype, inner loop and weightedness."""
 
     index: int
     dim: int
     dtype: str
-    pooling: PoolingClass
+    pooling: Pooling
+    """The pooling without a division: some of its features are divided afterwards, which is decided at run time."""
     weighted: bool
     stride_bytes: int
     row_alignment: int
@@ -40,16 +29,16 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        """Names the bucket in generated source: `d64_fp32_sum_weighted`."""
-        return f"d{self.dim}_{self.dtype}_{self.pooling}" + ("_weighted" if self.weighted else "")
+        """The bucket's name in generated source: `d64_fp32_sum_weighted`."""
+        return f"d{self.dim}_{self.dtype}_{self.pooling.name}" + ("_weighted" if self.weighted else "")
 
 
 def buckets_of(layout: CollectionLayout) -> tuple[Bucket, ...]:
-    """The collection's buckets, heaviest row first, features in spec order."""
-    groups: dict[tuple[int, str, PoolingClass, bool], list[FeatureLayout]] = {}
+    """The collection's buckets, those with the most bytes per row first, with features in the spec's order."""
+    groups: dict[tuple[int, str, Pooling, bool], list[FeatureLayout]] = {}
     for placed in layout.features:
         table = layout.tables[placed.table_index].table
-        key = (placed.dim, table.dtype, POOLING_CLASS[placed.feature.pooling], placed.feature.weighted)
+        key = (placed.dim, table.dtype, placed.feature.kind.undivided, placed.feature.weighted)
         groups.setdefault(key, []).append(placed)
     ordered = sorted(groups.items(), key=lambda item: -item[0][0] * DTYPES[item[0][1]].bytes)
     return tuple(
@@ -61,7 +50,7 @@ def buckets_of(layout: CollectionLayout) -> tuple[Bucket, ...]:
 def _bucket(
     index: int,
     table: TableLayout,
-    key: tuple[int, str, PoolingClass, bool],
+    key: tuple[int, str, Pooling, bool],
     members: list[FeatureLayout],
 ) -> Bucket:
     dim, dtype, pooling, weighted = key

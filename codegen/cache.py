@@ -1,9 +1,9 @@
-"""Binaries by content hash, on disk, shared by all processes of a user.
+"""The cache of binaries, on disk, by content hash, shared by all processes of a user.
 
     <cache>/kernels/<uri>/<key>/kernel.cu  kernel.cubin  entry.json  [resources.json]
 
-An entry exists once its `entry.json`, written last, names the hashes of the files beside it; whatever does
-not match is built again and never loaded. No modification time and no search path decides anything.
+An entry is complete when it has an `entry.json`, which is written last and names the hashes of the other files. Files
+that do not match are never loaded but built again. Modification times and search paths do not matter.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from typing import Any
 import platformdirs
 from filelock import FileLock, Timeout
 
-from embforge.codegen.reading.documents import read_file, read_json
 from embforge.codegen.errors import CacheError
+from embforge.codegen.reading.documents import read_file, read_json
 
 CACHE_SCHEMA = "1"
-"""Raised whenever the files of an entry change their meaning."""
+"""The version of the format of an entry, raised whenever its files change their meaning."""
 
 KEY_DIGITS = 12
 MOST_BYTES = 2**30
-"""The most bytes of a source or a binary: far more than any compiler gave us."""
+"""The most bytes of a source or a binary: far more than any compiler has produced."""
 LOCK_TIMEOUT = 300.0
-"""Seconds to wait for another process that builds the same kernel. Longer than any compilation we know."""
+"""Seconds to wait for another process that builds the same kernel: longer than any known compilation."""
 
 DAMAGE = (OSError, ValueError, KeyError, TypeError)
-"""What reading a file of the cache raises if it is not what was written there."""
+"""The exceptions of reading a damaged file of the cache."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel on disk: source and binary beside each other, hashes checked."""
+    """One kernel on disk: a source and a binary whose hashes have been checked."""
 
     directory: Path
     source: Path
     binary: Path
     sha256: str
-    """Of the binary."""
+    """The hash of the binary."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to look up or make: the key says all that decides the binary."""
+    """What to look up or to build. The key is a hash of everything that determines the binary."""
 
     uri: str
     key: str
@@ -64,7 +64,7 @@ class Recipe:
 
 
 def key_of(fields: Mapping[str, str]) -> str:
-    """SHA-256 over labelled, length-prefixed fields in label order, so that no two sets of fields share a text."""
+    """SHA-256 over labelled, length-prefixed fields in label order, so that different fields have different texts."""
     digest = hashlib.sha256()
     for label in sorted(fields):
         for part in (label.encode(), fields[label].encode()):
@@ -78,7 +78,7 @@ def sha256_of(data: bytes) -> str:
 
 
 def cache_dir() -> Path:
-    """`EMBFORGE_CACHE_DIR`, else the platform's cache directory, else a private one if that cannot be written.
+    """`EMBFORGE_CACHE_DIR`, or the platform's cache directory, or a private one if that cannot be written.
 
     `CacheError` if the private directory belongs to someone else or is open to others.
     """
@@ -89,12 +89,12 @@ def cache_dir() -> Path:
 
 
 def entry_dir(recipe: Recipe, root: Path | None = None) -> Path:
-    """Where the recipe's entry is or would be."""
+    """The directory in which the recipe's entry is or would be."""
     return (root or cache_dir()) / "kernels" / recipe.uri / recipe.key[:KEY_DIGITS]
 
 
 def load(directory: Path, key: str | None = None) -> Entry | None:
-    """The entry in a directory, or None if it is missing, unfinished, damaged or of another key."""
+    """The entry in a directory, or None if it is missing, unfinished, damaged or has a different key."""
     try:
         record = read_json(directory / "entry.json")
         entry = Entry(directory, directory / record["source"], directory / record["binary"], record["binary_sha256"])
@@ -104,16 +104,16 @@ def load(directory: Path, key: str | None = None) -> Entry | None:
             return None
         if sha256_of(read_file(entry.binary, MOST_BYTES)) != entry.sha256:
             return None
-    except DAMAGE:  # not there, or not what `_make` wrote: build it again
+    except DAMAGE:  # missing, or not what `_make` wrote: build it again
         return None
     return entry
 
 
 def fetch(recipe: Recipe, *, lock_timeout: float = LOCK_TIMEOUT) -> tuple[Entry, bool]:
-    """The recipe's entry and whether it was there already.
+    """The recipe's entry, and whether it existed already.
 
-    However many processes ask at once, one builds: try -> lock -> try again -> build. If the lock cannot be had
-    in time, or the cache cannot be written, this process builds for itself and says so by a warning.
+    If several processes need it at the same time, one builds: look up -> lock -> look up again -> build. If a process
+    does not get the lock in time, or cannot write to the cache, it builds for itself and warns.
     """
     directory = entry_dir(recipe)
     if entry := load(directory, recipe.key):
@@ -130,16 +130,16 @@ def fetch(recipe: Recipe, *, lock_timeout: float = LOCK_TIMEOUT) -> tuple[Entry,
         if entry := load(directory, recipe.key):
             return entry, True
         return _make(recipe, directory), False
-    except OSError as error:  # a full disk, for one
+    except OSError as error:  # e.g. a full disk
         return _make_privately(recipe, str(error)), False
     finally:
         lock.release()
 
 
 def load_resources(entry: Entry, reader: str) -> list[dict[str, Any]] | None:
-    """The resource figures kept beside the entry's binary, or None if there are none of exactly this binary.
+    """The resource figures stored with the entry's binary, or None if there are none of exactly this binary.
 
-    `reader` says which version of the code read them off the binary; another version reads anew.
+    `reader` is the version of the code that read them from the binary; a different version reads them again.
     """
     try:
         record = read_json(entry.directory / "resources.json")
@@ -150,7 +150,7 @@ def load_resources(entry: Entry, reader: str) -> list[dict[str, Any]] | None:
 
 
 def store_resources(entry: Entry, reader: str, kernels: list[dict[str, Any]]) -> None:
-    """Keeps resource figures beside the binary; a cache that cannot be written keeps none."""
+    """Stores resource figures with the binary; does nothing but warn if the cache cannot be written."""
     record = {"binary_sha256": entry.sha256, "reader": reader, "kernels": kernels}
     try:
         write_atomically(entry.directory / "resources.json", _json(record))
@@ -159,7 +159,7 @@ def store_resources(entry: Entry, reader: str, kernels: list[dict[str, Any]]) ->
 
 
 def entries(root: Path | None = None) -> Iterator[Entry]:
-    """All whole entries of the cache, by URI."""
+    """All complete entries of the cache, by URI."""
     for record in sorted(((root or cache_dir()) / "kernels").glob("*/*/entry.json")):
         if entry := load(record.parent):
             yield entry
@@ -175,7 +175,7 @@ def clear(root: Path | None = None) -> int:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old file or the whole new one, never a part."""
+    """Writes a file in one step: readers see the old content or the whole new one, never a part."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -192,7 +192,7 @@ def _make(recipe: Recipe, directory: Path) -> Entry:
     source = directory / f"kernel{recipe.source_suffix}"
     binary = directory / f"kernel{recipe.binary_suffix}"
     for path in (source, binary, directory / "entry.json"):
-        if path.is_dir() and not path.is_symlink():  # no file can take its place while it stands there
+        if path.is_dir() and not path.is_symlink():  # a file cannot replace a directory
             shutil.rmtree(path)
     write_atomically(source, recipe.source.encode())
     data = recipe.compile(source)
@@ -237,11 +237,12 @@ def _private_dir() -> Path:
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise CacheError(f"{directory} is no directory; set EMBFORGE_CACHE_DIR to a directory of your own")
+        raise CacheError(f"{directory} is not a directory; set EMBFORGE_CACHE_DIR to a directory of your own")
     if owner is not None and (found.st_uid != owner or found.st_mode & 0o077):
         raise CacheError(
-            f"{directory} belongs to user {found.st_uid} with permissions {stat.S_IMODE(found.st_mode):04o}: whoever "
-            f"can write there could have us run their code; set EMBFORGE_CACHE_DIR to a directory of your own"
+            f"{directory} belongs to user {found.st_uid} with permissions {stat.S_IMODE(found.st_mode):04o}: anyone "
+            "who can write there could make this process run other code; set EMBFORGE_CACHE_DIR to a directory of your "
+            "own"
         )
     return directory
 

@@ -1,16 +1,42 @@
-"""The spec in a few lines of plain text: the head comment of every generated source."""
+"""The head comment of every generated source: what the file is, and what it was made for."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
 
 from embforge.codegen.buckets import Bucket
+from embforge.codegen.kernel import KernelPlan
 from embforge.codegen.plan import Plan
+
+TITLES = {
+    "forward": "The embedding lookups of a collection, fused",
+    "forward_train": "The embedding lookups of a collection, fused, which keep what a backward needs",
+    "backward": "The gradients of a collection's rows, reduced and applied",
+    "reduce": "The gradients of a collection's rows, reduced",
+    "weight_gradient": "The gradients of a collection's per-sample weights",
+    "resolve": "The ids of a collection, turned into rows before its lookups",
+    "stages": "The stages between the ranks of a sharded collection",
+}
+"""What a library is, by its op."""
+
+
+def head_facts(plan: KernelPlan, notes: Iterable[str]) -> dict[str, Any]:
+    """Everything `shared/header.h.j2` names. `notes` say what the source was made for; they follow an empty line."""
+    return {
+        "uri": plan.uri,
+        "title": TITLES[plan.op],
+        "version": version("embforge"),
+        "arch": plan.arch,
+        "notes": ["", *notes],
+    }
 
 
 def describe(plan: Plan) -> list[str]:
-    """Tables, features and plan fields, a line each, aligned."""
+    """The tables, features and plan fields, one line each, aligned."""
     spec, layout = plan.spec, plan.layout
     lines = [f"Collection {spec.name or '(unnamed)'}: {plan.id_dtype} ids, {spec.output_dtype} output, {plan.arch}."]
     lines.append("Plan: " + ", ".join(f"{k}={json.dumps(v)}" for k, v in asdict(plan.params).items()))
@@ -20,7 +46,7 @@ def describe(plan: Plan) -> list[str]:
         notes = [
             f"columns {placed.column}..{placed.column + placed.width - 1}"
             if placed.column is not None
-            else "a row an id",
+            else "one row per id",
             *(["weighted"] if feature.weighted else []),
             *([f"padding {feature.padding_idx}"] if feature.padding_idx is not None else []),
         ]
@@ -31,7 +57,23 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
+def describe_remaps(plan: Plan) -> list[str]:
+    """How the ids of each feature turn into rows, one feature per line, for the source of the step that does so."""
+    spec = plan.spec
+    lines = [f"Collection {spec.name or '(unnamed)'}: {plan.id_dtype} ids, {plan.arch}."]
+    width = max(len(f.name) for f in spec.features)
+    for feature in spec.features:
+        table = spec.table(feature.table)
+        if table.ids_are_rows:
+            lines.append(f"  {feature.name:<{width}}  ids are rows of {table.name}")
+            continue
+        padding = "" if feature.padding_idx is None else f", {feature.padding_idx} is absent"
+        ids = f"{table.remap} ids of {table.name}, which has {table.num_embeddings} rows"
+        lines.append(f"  {feature.name:<{width}}  {ids}{padding}")
+    return lines
+
+
 def bucket_line(bucket: Bucket) -> str:
-    """What a bucket holds, for a comment above its code."""
+    """The sizes and features of a bucket, for a comment above its code."""
     names = ", ".join(f.feature.name for f in bucket.features)
     return f"rows of {bucket.row_bytes} bytes, {bucket.stride_bytes} apart: {names}"

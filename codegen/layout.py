@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Literal
 
 from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.poolings import Shape
 from embforge.codegen.rules.rule import Extent, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
@@ -67,8 +68,8 @@ class TableLayout:
 class FeatureLayout:
     """Where one feature's result goes.
 
-    Pooled and concat features own columns `[column, column + width)` of the `[B, total]` output;
-    a `none` feature owns rows of the flat sequence output instead (`column` is None).
+    A feature owns columns `[column, column + width)` of the `[B, total]` output; one whose result is a sequence owns
+    rows of the flat sequence output instead (`column` is None).
     """
 
     feature: FeatureSpec
@@ -86,7 +87,7 @@ class CollectionLayout:
     tables: tuple[TableLayout, ...]
     features: tuple[FeatureLayout, ...]
     output_width: int
-    """Columns of the pooled output: the sum of the widths of all features that are not `none`."""
+    """Columns of the pooled output: the sum of the widths of all features whose results are no sequences."""
 
     @property
     def sequence_features(self) -> tuple[FeatureLayout, ...]:
@@ -94,8 +95,8 @@ class CollectionLayout:
 
     @cached_property
     def divisor_column(self) -> dict[int, int]:
-        """From the index of every feature that divides (mean, sqrtn) to its column of `divisors`."""
-        dividing = (f.index for f in self.features if f.feature.pooling in ("mean", "sqrtn"))
+        """From the index of every feature that divides to its column of `divisors`."""
+        dividing = (f.index for f in self.features if f.feature.kind.kept == "divisor")
         return {index: column for column, index in enumerate(dividing)}
 
     @property
@@ -105,10 +106,11 @@ class CollectionLayout:
 
     @cached_property
     def winner_column(self) -> dict[int, int]:
-        """From the index of every max feature to its first column of `winners`; it owns as many as it has dims."""
-        largest = [f for f in self.features if f.feature.pooling == "max"]
-        firsts = accumulate((f.dim for f in largest), initial=0)
-        return {f.index: first for f, first in zip(largest, firsts, strict=False)}
+        """From the index of every feature that selects to its first column of `winners`; it owns as many as it has
+        dims."""
+        selecting = [f for f in self.features if f.feature.kind.kept == "winner"]
+        firsts = accumulate((f.dim for f in selecting), initial=0)
+        return {f.index: first for f, first in zip(selecting, firsts, strict=False)}
 
     @property
     def winner_width(self) -> int:
@@ -126,14 +128,18 @@ def layout_of(spec: CollectionSpec, update: Update | None = None) -> CollectionL
 
 
 def layout_by_table(spec: CollectionSpec, updates: Sequence[Update | None]) -> CollectionLayout:
-    """The layout of a spec whose tables have updates of their own, in the order of the tables."""
+    """The layout of a spec whose tables have updates of their own, in the order of the tables.
+
+    It is that of lookups, so ids of tables with `remap` are rows in it.
+    """
+    spec = spec.by_rows()
     table_index = {t.name: i for i, t in enumerate(spec.tables)}
     features = []
     column = 0
     for index, feature in enumerate(spec.features):
         table = spec.tables[table_index[feature.table]]
-        width = table.embedding_dim * (feature.hotness or 1 if feature.pooling == "concat" else 1)
-        pooled = feature.pooling != "none"
+        width = table.embedding_dim * (feature.slots or 1)
+        has_columns = feature.kind.shape is not Shape.SEQUENCE
         features.append(
             FeatureLayout(
                 feature=feature,
@@ -141,10 +147,10 @@ def layout_by_table(spec: CollectionSpec, updates: Sequence[Update | None]) -> C
                 table_index=table_index[feature.table],
                 dim=table.embedding_dim,
                 width=width,
-                column=column if pooled else None,
+                column=column if has_columns else None,
             )
         )
-        column += width if pooled else 0
+        column += width if has_columns else 0
     tables = tuple(
         _with_states(_table_layout(table), update) for table, update in zip(spec.tables, updates, strict=True)
     )

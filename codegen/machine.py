@@ -1,4 +1,4 @@
-"""Facts about the machine at hand: instruction set, C++ compiler, packages, switches. Never imports torch or cuda."""
+"""Facts about this machine: instruction set, C++ compiler, packages, switches. Never imports torch or cuda."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ HEADER_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: where it is, what it calls itself and how to run it."""
+    """A C++ compiler: its path, its version and the command that runs it."""
 
     path: str
-    """The program itself, for display."""
+    """The path of the program, for display."""
     version: str
-    """First line of `--version`: part of every CPU kernel's key, where a path would say nothing."""
+    """The first line of `--version`. It is part of every CPU kernel's key, because a path says nothing."""
     command: tuple[str, ...]
-    """What to run: the path, then the further words of a CXX like `ccache g++`."""
+    """The words of the command: the path, then the other words of a CXX such as `ccache g++`."""
 
 
 def switched_on(variable: str, *, default: bool) -> bool:
-    """Whether an environment variable says yes: 0, false, no and off are no, anything else is yes."""
+    """Whether an environment variable is on: 0, false, no and off mean no, any other value means yes."""
     value = os.environ.get(variable, "").strip().lower()
     return value not in ("0", "false", "no", "off") if value else default
 
 
 def host_isa() -> str:
-    """The best instruction set of this machine that kernels are written for: avx512, avx2, neon, else generic."""
+    """The best instruction set of this machine that kernels can use: avx512, avx2, neon, or if it has none, generic."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return "neon"
     flags = _x86_flags()
@@ -52,15 +52,15 @@ def host_isa() -> str:
 
 
 def runs_here(isa: str) -> bool:
-    """Whether this machine can run what is written for an instruction set."""
+    """Whether this machine can run kernels for an instruction set."""
     return isa in ("generic", host_isa()) or (isa in X86_NEEDS and X86_NEEDS[isa] <= _x86_flags())
 
 
 def find_compiler(command: str | None = None) -> Compiler:
-    """The C++ compiler: `command`, else `CXX`, else the first of g++, clang++ and c++ on the path.
+    """The C++ compiler: `command`, or `CXX`, or the first of g++, clang++ and c++ on the search path.
 
-    A command may be several words, as in `ccache g++`. `ToolchainError` names the remedy if there is none or it does
-    not run.
+    A command may be several words, such as `ccache g++`. If there is no compiler or it does not run, `ToolchainError`
+    names the remedy.
     """
     wanted = command or os.environ.get("CXX")
     commands = [_words(wanted)] if wanted else [(name,) for name in COMPILERS]
@@ -74,7 +74,7 @@ def find_compiler(command: str | None = None) -> Compiler:
 
 
 def package_version(name: str) -> str | None:
-    """An installed distribution's version without importing it, or None."""
+    """The version of an installed distribution, which is not imported; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -82,7 +82,7 @@ def package_version(name: str) -> str | None:
 
 
 def cuda_headers() -> Path:
-    """The directory of NVIDIA's CUDA headers, from their wheel. `ToolchainError` names the remedy without one."""
+    """The directory of NVIDIA's CUDA headers, from their wheel; without a wheel, `ToolchainError` names the remedy."""
     for name in HEADER_PACKAGES:
         try:
             package = distribution(name)
@@ -98,7 +98,7 @@ def cuda_headers() -> Path:
 
 
 def cpu_model() -> str:
-    """What the machine calls its processor."""
+    """The machine's name of its processor."""
     for line in _cpuinfo():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -121,7 +121,7 @@ def _x86_flags() -> frozenset[str]:
 
 
 def _words(command: str) -> tuple[str, ...]:
-    if shutil.which(command):  # a path may hold blanks
+    if shutil.which(command):  # a path may contain spaces
         return (command,)
     try:
         return tuple(shlex.split(command)) or (command,)

@@ -1,24 +1,24 @@
-"""What `embforge gen` emits beside the kernels: `manifest.json`, the list by which they are found again.
+"""The file `manifest.json` that `embforge gen` writes with the kernels: the list in which modules look them up.
 
-Paths in it are relative to its directory, so a directory of kernels can be moved, shipped and mounted.
+Its paths are relative to its directory, so a directory of kernels can be moved, shipped and mounted.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from embforge.codegen.cache import MOST_BYTES, sha256_of, write_atomically
-from embforge.codegen.reading.documents import DocumentError, is_file_name, read_file, read_json, shown
 from embforge.codegen.errors import MissingKernelError
+from embforge.codegen.kernel import KernelPlan, kernels_of
+from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import arguments_of
-from embforge.codegen.stages import STAGES, StagePlan, stage_arguments
+from embforge.codegen.reading.documents import DocumentError, is_file_name, read_file, read_json, shown
 
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = 2
@@ -28,20 +28,20 @@ RECORD: dict[str, tuple[Callable[[Any], bool], str]] = {
     "shape": (lambda value: isinstance(value, str), "text"),
     "symbol": (lambda value: isinstance(value, str), "text"),
     "code_sha256": (lambda value: isinstance(value, str), "text"),
-    "source": (is_file_name, "the name of a file beside it"),
+    "source": (is_file_name, "the name of a file in the same directory"),
     "source_sha256": (lambda value: isinstance(value, str), "text"),
-    "binary": (lambda value: value is None or is_file_name(value), "the name of a file beside it, or null"),
+    "binary": (lambda value: value is None or is_file_name(value), "the name of a file in the same directory, or null"),
     "binary_sha256": (lambda value: value is None or isinstance(value, str), "text, or null"),
     "symbols": (lambda value: isinstance(value, list) and all(isinstance(v, dict) for v in value), "a list of objects"),
 }
-"""Fields by which a kernel is found again, what each may be, and that in words: anything else is no record."""
+"""The fields by which a kernel is looked up: for each, a check of its value, and what is allowed, in words."""
 
 HEADLINE = ("registers", "spill_bytes", "shared_bytes", "occupancy", "bytes_in_flight")
-"""Resource figures lifted from a binary's symbols to the kernel itself: the worst of them."""
+"""Resource figures of a kernel: the worst of those of its symbols."""
 
 
 def kernel_record(
-    plan: Plan | StagePlan,
+    plan: KernelPlan,
     code: str,
     source: str,
     source_name: str,
@@ -49,23 +49,24 @@ def kernel_record(
     binary_name: str | None,
     resources: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """One kernel's line in the manifest. `code` is the source of the plan without names. Figures that do not exist
-    (sources only, or a CPU) are null."""
+    """The record of one kernel. `code` is the source of the plan without names. Figures that do not exist (for sources
+    only, or on a CPU) are null."""
+    about = plan.about
     return {
         "uri": plan.uri,
-        "shape": shape_of(plan).uri,
+        "shape": plan.nameless.uri,
         "op": plan.op,
         "target": plan.target,
         "arch": plan.arch,
         "id_dtype": plan.id_dtype,
-        "collection": None if isinstance(plan, StagePlan) else plan.spec.name,
+        "collection": about["collection"],
         "symbol": plan.symbol,
         "code_sha256": sha256_of(code.encode()),
         "source": source_name,
         "source_sha256": sha256_of(source.encode()),
         "binary": binary_name,
         "binary_sha256": None if binary is None else sha256_of(binary),
-        "params": {} if isinstance(plan, StagePlan) else asdict(plan.params),
+        "params": about["params"],
         "arguments": _arguments(plan),
         **_headline(resources),
         "symbols": resources,
@@ -73,15 +74,16 @@ def kernel_record(
 
 
 def write_manifest(directory: Path, records: Iterable[dict[str, Any]]) -> str | None:
-    """Adds records to the directory's manifest; one of the same URI is replaced.
+    """Adds records to the directory's manifest; a record with the same URI is replaced.
 
-    A manifest that cannot be read (damaged, or of another schema) is begun anew; the sentence returned says so.
+    A manifest that cannot be read (damaged, or of another schema) is replaced by a new one; the result then is a
+    sentence that says so.
     """
     path, note = directory / MANIFEST, None
     try:
         known = {r["uri"]: r for r in read_manifest(directory)["kernels"]} if path.exists() else {}
     except MissingKernelError as error:
-        known, note = {}, f"begun anew, because {str(error).partition(';')[0]}"
+        known, note = {}, f"wrote a new manifest, because {str(error).partition(';')[0]}"
     known.update((record["uri"], record) for record in records)
     manifest = {
         "schema": MANIFEST_SCHEMA,
@@ -94,7 +96,7 @@ def write_manifest(directory: Path, records: Iterable[dict[str, Any]]) -> str | 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The directory's manifest; `MissingKernelError` says what is wrong with it and the remedy."""
-    path, remedy = directory / MANIFEST, f"make it anew by `embforge gen SPEC --out {directory}`"
+    path, remedy = directory / MANIFEST, f"make it again by `embforge gen SPEC --out {directory}`"
     try:
         manifest = read_json(path)
         schema = manifest.get("schema") if isinstance(manifest, dict) else None
@@ -112,7 +114,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _check(manifest: dict[str, Any]) -> None:
-    """`DocumentError` for a manifest by which kernels cannot be found."""
+    """Raises `DocumentError` for a manifest in which kernels cannot be looked up."""
     if not isinstance(manifest.get("embforge"), str):
         raise DocumentError("it has no 'embforge', the version that wrote it")
     kernels = manifest.get("kernels")
@@ -126,23 +128,18 @@ def _check(manifest: dict[str, Any]) -> None:
                 raise DocumentError(f"a kernel's {name} is {shown(record[name])}, and not {wanted}")
 
 
-def shape_of(plan: Plan | StagePlan) -> Plan | StagePlan:
-    """The plan by whose URI a kernel is found again: without names, because no code depends on them."""
-    return plan if isinstance(plan, StagePlan) else plan.nameless
-
-
-def find_kernel(directory: Path, plan: Plan | StagePlan, code: str) -> dict[str, Any] | None:
+def find_kernel(directory: Path, plan: KernelPlan, code: str) -> dict[str, Any] | None:
     """The record of a kernel of the plan's shape with a binary, hashes checked; None if the directory has none.
 
-    Of several that differ in names the plan's own is taken, else the first. `code` is the source of the plan without
-    names. `MissingKernelError` if another version generated the kernel, or if it was changed since.
+    If there are several that differ only in names, the plan's own is taken, or else the first. `code` is the source of
+    the plan without names. `MissingKernelError` if another version generated the kernel, or if it was changed later.
     """
-    manifest, shape = read_manifest(directory), shape_of(plan).uri
+    manifest, shape = read_manifest(directory), plan.nameless.uri
     fitting = [r for r in manifest["kernels"] if r["shape"] == shape and r["binary"] is not None]
     if not fitting:
         return None
     record: dict[str, Any] = next((r for r in fitting if r["uri"] == plan.uri), fitting[0])
-    remedy = "take it out" if isinstance(plan, StagePlan) else f"make it anew by `{gen_command(plan, directory)}`"
+    remedy = f"make it again by `{gen_command([plan], directory)}`" if isinstance(plan, Plan) else "take it out"
     if record["code_sha256"] != sha256_of(code.encode()):
         raise MissingKernelError(
             f"kernel {plan.uri} in {directory} was generated by embforge {manifest['embforge']}, whose source for this "
@@ -159,31 +156,58 @@ def find_kernel(directory: Path, plan: Plan | StagePlan, code: str) -> dict[str,
     return record
 
 
-def gen_command(plan: Plan, directory: Path | None) -> str:
-    """The command that emits exactly this plan's kernel; the spec's file is not known here, hence SPEC."""
-    words = ["embforge gen SPEC", f"--target {plan.target}", f"--arch {plan.arch}", f"--ids {plan.id_dtype}"]
-    if plan.op != "forward":
-        from embforge.codegen.plans import SPARSE, name_of
+def gen_command(plans: Sequence[Plan], directory: Path | None) -> str:
+    """The command that generates the kernels of these plans of one module; the first plan has the module's spec.
 
-        rule = SPARSE if plan.update is None else name_of(plan.update) or "RULE.json"
-        words.append(f"--train {rule}")
-    for field in fields(plan.params):
-        value = getattr(plan.params, field.name)
-        if value != field.default:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            words.append(f"--param {field.name}={text}")
-    return " ".join([*words, f"--out {shlex.quote(str(directory)) if directory else 'DIR'}"])
+    The spec's file is not known here, so the command says SPEC. There are two commands if a forward and a backward
+    differ in a plan field that both have, because `--param` sets it for both.
+    """
+    first, out = plans[0], shlex.quote(str(directory)) if directory else "DIR"
+    words = ["embforge gen SPEC", f"--target {first.target}", f"--arch {first.arch}", f"--ids {first.id_dtype}"]
+    words += _training_options(plans)
+    kinds = {plan.op.startswith("forward"): plan.params for plan in plans}.values()
+    changed = {name: value for params in kinds for name, value in _changed(params).items()}
+    if all(getattr(params, name, value) == value for params in kinds for name, value in changed.items()):
+        commands = [changed]
+    else:
+        commands = [_changed(params) for params in kinds]
+    return " && ".join(" ".join([*words, *map(_override, one.items()), f"--out {out}"]) for one in commands)
 
 
-def _arguments(plan: Plan | StagePlan) -> list[str]:
-    """A kernel's arguments; of stages, which are several functions, each with its name."""
-    if not isinstance(plan, StagePlan):
-        return [f"{a.c_type} {a.name}" for a in arguments_of(plan.target, plan.op)]
-    return [f"{stage}: {a.c_type} {a.name}" for stage in STAGES for a in stage_arguments(plan.target, stage)]
+def _training_options(plans: Sequence[Plan]) -> list[str]:
+    """The options of `gen` for plans other than a plain forward."""
+    from embforge.codegen.plans import SPARSE, name_of
+
+    updates = [plan.update for plan in plans if plan.update is not None]
+    if not updates:
+        return [f"--train {SPARSE}"] if any(plan.op != "forward" for plan in plans) else []
+    rules = dict.fromkeys(name_of(update) or "RULE.json" for update in updates)
+    accumulated = ["--accumulate"] if any(plan.op == "reduce" for plan in plans) else []
+    return [*(f"--train {rule}" for rule in rules), *accumulated]
+
+
+def _changed(params: Params) -> dict[str, Any]:
+    """The plan fields that differ from their defaults."""
+    return {f.name: getattr(params, f.name) for f in fields(params) if getattr(params, f.name) != f.default}
+
+
+def _override(item: tuple[str, Any]) -> str:
+    name, value = item
+    return f"--param {name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _arguments(plan: KernelPlan) -> list[str]:
+    """A kernel's arguments; for a library of several kernels, each with the name of its kernel."""
+    kernels = kernels_of(plan.op)
+    return [
+        (f"{kernel.name}: " if len(kernels) > 1 else "") + f"{argument.c_type} {argument.name}"
+        for kernel in kernels
+        for argument in kernel.on(plan.target)
+    ]
 
 
 def _headline(resources: list[dict[str, Any]]) -> dict[str, Any]:
-    # A kernel is as good as its worst symbol: most registers, spills and shared memory, least occupancy and bytes.
+    # The worst figures of any symbol: most registers, spills and shared memory, least occupancy and bytes.
     worst = {"occupancy": min, "bytes_in_flight": min}
     found: dict[str, Any] = {}
     for name in HEADLINE:

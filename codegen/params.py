@@ -11,6 +11,7 @@ from typing import Any
 
 from embforge.codegen.errors import PlanError
 from embforge.codegen.reading.suggestions import did_you_mean
+from embforge.codegen.target import target_named
 
 
 def tunable(default: Any, choices: tuple[Any, ...], doc: str, covered: tuple[Any, ...] | None = None) -> Any:
@@ -22,6 +23,7 @@ def tunable(default: Any, choices: tuple[Any, ...], doc: str, covered: tuple[Any
     return field(default=default, metadata={"choices": choices, "doc": doc, "covered": covered or choices})
 
 
+@dataclass(frozen=True)
 class _Checked:
     """Refuses a value outside the field's choices, naming the field, the value and the choices.
 
@@ -29,7 +31,7 @@ class _Checked:
     """
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]
+        for item in fields(self):
             value, choices = getattr(self, item.name), item.metadata["choices"]
             if not any(_same(value, choice) for choice in choices):
                 raise PlanError(
@@ -141,29 +143,40 @@ class ReferenceParams(_Checked):
     """The reference has nothing to tune."""
 
 
-Params = CpuParams | CudaParams | CpuBackwardParams | CudaBackwardParams | ReferenceParams
+@dataclass(frozen=True)
+class ResolveParams(_Checked):
+    """The step that turns ids into rows has nothing to tune, on any target."""
+
+
+Params = CpuParams | CudaParams | CpuBackwardParams | CudaBackwardParams | ReferenceParams | ResolveParams
 ForwardType = type[CpuParams] | type[CudaParams] | type[ReferenceParams]
 BackwardType = type[CpuBackwardParams] | type[CudaBackwardParams] | type[ReferenceParams]
 
-PARAMS: dict[str, ForwardType] = {
-    "cpu": CpuParams,
-    "cuda": CudaParams,
-    "simt": CudaParams,
-    "reference": ReferenceParams,
+
+@dataclass(frozen=True)
+class ParamsTypes:
+    """The classes of a target's params."""
+
+    forward: ForwardType
+    backward: BackwardType
+    """Of the kernels of a backward, all of which have the same."""
+
+
+PARAMS: dict[str, ParamsTypes] = {
+    "cpu": ParamsTypes(CpuParams, CpuBackwardParams),
+    "cuda": ParamsTypes(CudaParams, CudaBackwardParams),
+    "simt": ParamsTypes(CudaParams, CudaBackwardParams),
+    "reference": ParamsTypes(ReferenceParams, ReferenceParams),
 }
-"""Of a forward, by target."""
-
-BACKWARD_PARAMS: dict[str, BackwardType] = {
-    "cpu": CpuBackwardParams,
-    "cuda": CudaBackwardParams,
-    "simt": CudaBackwardParams,
-    "reference": ReferenceParams,
-}
+"""By target."""
 
 
-def params_type(target: str, op: str = "forward") -> ForwardType | BackwardType:
-    """The class of a plan's params."""
-    return PARAMS[target] if op.startswith("forward") else BACKWARD_PARAMS[target]
+def params_type(target: str, op: str = "forward") -> ForwardType | BackwardType | type[ResolveParams]:
+    """The class of a plan's params. `PlanError` for a target that is not known."""
+    types = PARAMS[target_named(target).name]
+    if op == "resolve":
+        return ResolveParams
+    return types.forward if op.startswith("forward") else types.backward
 
 
 def params_from(target: str, values: dict[str, Any], op: str = "forward") -> Params:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from embforge.codegen.buckets import Bucket, buckets_of
-from embforge.codegen.reading.documents import DocumentError, parse_json
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import PlanError
+from embforge.codegen.kernel import OPS
 from embforge.codegen.layout import CollectionLayout, layout_of
-from embforge.codegen.params import PARAMS, Params, params_from, params_type
+from embforge.codegen.params import Params, params_from, params_type
+from embforge.codegen.reading.documents import DocumentError, parse_json
+from embforge.codegen.remap import remaps_of
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.signature import ARGUMENTS
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.target import BACKENDS, target_named
 
 PLAN_SCHEMA = 1
 """Raised whenever the meaning of a plan's text changes, so that no old binary answers to a new plan."""
-
-OPS = tuple(ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check("op", self.op, OPS)
-        _check("target", self.target, tuple(PARAMS))
+        _check("target", self.target, tuple(BACKENDS))
         _check("id_dtype", self.id_dtype, ID_DTYPES)
         if not isinstance(self.params, params_type(self.target, self.op)):
             raise PlanError(f"plan field params={self.params!r} does not fit target {self.target!r}, op {self.op!r}")
@@ -90,16 +91,30 @@ class Plan:
 
     @property
     def symbol(self) -> str:
-        """What the kernel is called in its binary: its URI, or on simt that of the cuda plan whose text it runs."""
+        """What the kernel is called in its binary: its URI, or that of the plan whose text an emulating target runs."""
         if self.generated_as is not None:
             return self.generated_as
-        return replace(self, target="cuda").uri if self.target == "simt" else self.uri
+        return self.on(target_named(self.target).text_of).uri
 
     @cached_property
     def nameless(self) -> Plan:
         """The plan without the names in its spec. Plans that are equal without names have the same code, but for
-        comments and the symbol."""
-        return replace(self, spec=self.spec.without_names(), generated_as=None)
+        comments and the symbol. Lookups do not depend on how ids were turned into rows, nor does that on lookups."""
+        spec = remaps_of(self.spec) if self.op == "resolve" else self.spec.by_rows()
+        return replace(self, spec=spec.without_names(), generated_as=None)
+
+    @property
+    def about(self) -> Mapping[str, object]:
+        """What a manifest says of it beside what all plans have."""
+        return {"collection": self.spec.name, "params": asdict(self.params)}
+
+    def on(self, target: str) -> Plan:
+        """The same for another target that takes the same params."""
+        return self if target == self.target else replace(self, target=target)
+
+    def called(self, symbol: str) -> Plan:
+        """The same where the binary was generated under another symbol."""
+        return self if symbol == self.symbol else replace(self, generated_as=symbol)
 
     @classmethod
     def from_text(cls, text: str) -> Plan:

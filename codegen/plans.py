@@ -7,16 +7,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from embforge.codegen.reading.documents import DocumentError, read_json
 from embforge.codegen.errors import RuleError
 from embforge.codegen.layout import layout_of
-from embforge.codegen.params import Params, params_type
+from embforge.codegen.params import Params, ResolveParams, params_type
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import EACH_ROW
+from embforge.codegen.reading.documents import DocumentError, read_json
+from embforge.codegen.reading.suggestions import did_you_mean
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
-from embforge.codegen.reading.suggestions import did_you_mean
 from embforge.codegen.targets import check_plan
 
 RULES: dict[str, Callable[[], Rule]] = {
@@ -44,6 +45,10 @@ MODIFIERS = ("l2", "decoupled", "clip", "nearest")
 narrow tables rounded to nearest instead of stochastically."""
 
 
+SERVING = ("resolve", "forward")
+"""What a module that does not train runs, of the plans of `training_plans`."""
+
+
 def keeps_for_backward(spec: CollectionSpec) -> bool:
     """Whether a backward needs something that only the forward knows."""
     layout = layout_of(spec)
@@ -55,7 +60,8 @@ def rowwise_spec(spec: CollectionSpec) -> CollectionSpec:
 
     What has accumulated over several backward passes is such a batch.
     """
-    features = [FeatureSpec(table.name, table.name, pooling="none") for table in spec.tables]
+    spec = spec.by_rows()
+    features = [FeatureSpec(table.name, table.name, pooling=EACH_ROW) for table in spec.tables]
     return CollectionSpec(spec.tables, tuple(features), name=spec.name)
 
 
@@ -73,7 +79,9 @@ def training_plans(
 
     `forward`, `train` (the forward before a backward, often the same), `weight_gradient` if a feature is weighted; with
     an update `backward`, without one or if gradients accumulate `reduce`; if they accumulate, `step` and `merge` on the
-    rowwise spec. `PlanError` for a plan that no compiler would take.
+    rowwise spec; `resolve`, which runs before all of these, if ids of any table are not its rows.
+
+    `PlanError` for a plan that no compiler would take.
     """
     params_behind = backward_params or params_type(target, "backward")()
 
@@ -92,9 +100,16 @@ def training_plans(
     if accumulate:
         rowwise = rowwise_spec(spec)
         plans |= {"step": plan("backward", rowwise, "int64"), "merge": plan("reduce", rowwise, "int64")}
+    if spec.has_remaps:
+        plans["resolve"] = resolve_plan(spec, target, arch, id_dtype)
     for made in plans.values():
         check_plan(made)
     return plans
+
+
+def resolve_plan(spec: CollectionSpec, target: str, arch: str, id_dtype: str) -> Plan:
+    """The plan of the kernel that turns ids into rows before a lookup of the spec."""
+    return Plan("resolve", target, arch, id_dtype, spec, ResolveParams())
 
 
 def update_named(text: str) -> Update | None:

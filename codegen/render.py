@@ -1,4 +1,4 @@
-"""Plan -> source text. Templates state facts; what they say is decided in the target's `facts`."""
+"""Renders the source of a plan. Templates print facts; the target's `facts` makes all decisions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from jinja2 import BytecodeCache, Environment, PackageLoader, StrictUndefined
 from jinja2.bccache import Bucket
 
 from embforge.codegen.cache import cache_dir, write_atomically
+from embforge.codegen.columns import aligned_comments, aligned_rows
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class _TemplateCache(BytecodeCache):
-    """Templates as Python bytecode, beside the kernels and like them by content.
+    """A cache of templates as Python bytecode, in the kernel cache and by content like it.
 
     Translating the templates takes longer than everything else between a spec and its cached kernel. A file begins
     with the hash of what follows, because Python does not survive damaged bytecode: a file that does not match is
@@ -49,7 +50,7 @@ class _TemplateCache(BytecodeCache):
 
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("embforge.templates", ""),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -58,8 +59,10 @@ def _environment() -> Environment:
         autoescape=False,
         bytecode_cache=_TemplateCache(cache_dir() / "templates"),
     )
+    environment.filters |= {"aligned_comments": aligned_comments, "aligned_rows": aligned_rows}
+    return environment
 
 
 def render(template: str, facts: dict[str, Any]) -> str:
-    """The template filled with facts; a fact that the template names and nobody gave is an error."""
+    """The template filled with facts. A fact that the template uses but `facts` does not have is an error."""
     return _environment().get_template(template).render(facts)

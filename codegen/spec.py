@@ -13,26 +13,28 @@ from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Strict, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from embforge.codegen.reading.documents import DocumentError, parse_toml, read_file, shown, text_of
-from embforge.codegen.dtypes import OutputDtype, TableDtype, dtype_named
+from embforge.codegen.dtypes import DTYPE_SLIPS, OutputDtype, TableDtype, dtype_named
 from embforge.codegen.errors import SpecError
+from embforge.codegen.poolings import MEANINGS, POOLINGS, Pooling, PoolingName, Shape, pooling_named
+from embforge.codegen.poolings import SYNONYMS as POOLING_SYNONYMS
+from embforge.codegen.reading.documents import DocumentError, parse_toml, read_file, shown, text_of
 from embforge.codegen.reading.numbers import WHOLE_NUMBER_FORMS, whole_number
 from embforge.codegen.reading.suggestions import did_you_mean, listed
 from embforge.codegen.reading.toml_lines import lines_of
 
-Pooling = Literal["sum", "mean", "sqrtn", "max", "concat", "none"]
 Storage = Literal["static"]
 
-POOLINGS: tuple[str, ...] = get_args(Pooling)
 MAX_DIM = 16384
 MAX_ROWS = 2**40
 MAX_HOTNESS = 2**20
 MAX_ID = 2**63 - 1
+NO_ROW = -1
+"""Stands for the row of an id that has none."""
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 NAME_RULE = "a letter or _ followed by letters, digits, '_', '-' or '.'"
 SYNONYMS = {
@@ -52,12 +54,8 @@ SYNONYMS = {
     "bag_size": "hotness",
     "padding": "padding_idx",
     "padding_id": "padding_idx",
-    "average": "mean",
-    "avg": "mean",
-    "maximum": "max",
-    "sequence": "none",
-    "fp8": "fp8_e4m3",
-    "float8": "fp8_e4m3",
+    **POOLING_SYNONYMS,
+    **DTYPE_SLIPS,
 }
 """Words for our fields, poolings and formats that other libraries and people use."""
 
@@ -103,18 +101,34 @@ class TableSpec:
     name: str
     """What the table is called: in features, in errors and in the keys of state dicts."""
     num_embeddings: Count
-    """How many rows it has; ids are 0 to one less."""
+    """How many rows it has; ids are 0 to one less, unless `remap` says otherwise."""
     embedding_dim: Count
     """How many numbers a row has."""
     dtype: Annotated[TableDtype, BeforeValidator(dtype_named)] = "fp32"
     """The number format in which rows are stored. Sums are fp32 whatever it is."""
     storage: Storage = "static"
     """How ids find their rows. `static`: the table has all its rows from the start, and an id is a row's number."""
+    remap: Count | None = None
+    """For a table whose ids are not its rows: how many ids there are. An int64 array with an entry for each id, which
+    the module is given or loads, says which row the id has; -1: none, so that the id is absent. Several ids may share a
+    row. Without it ids are rows."""
 
     def __post_init__(self) -> None:
         _check_name("table", self.name)
         _check_range("table", self.name, "num_embeddings", self.num_embeddings, 1, MAX_ROWS)
         _check_range("table", self.name, "embedding_dim", self.embedding_dim, 1, MAX_DIM)
+        if self.remap is not None:
+            _check_range("table", self.name, "remap", self.remap, 1, MAX_ROWS)
+
+    @property
+    def ids_are_rows(self) -> bool:
+        """Whether an id is a row's number, so that nothing must turn ids into rows before a lookup."""
+        return self.remap is None
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids it knows: 0 to one less are allowed."""
+        return self.num_embeddings if self.remap is None else self.remap
 
 
 @_spec_dataclass
@@ -125,10 +139,8 @@ class FeatureSpec:
     """What the feature is called: in inputs and errors."""
     table: str
     """The name of the table that its ids are rows of."""
-    pooling: Pooling = "sum"
-    """What becomes of a bag's rows: their sum; their mean, which weights weigh; their sum divided by the square root of
-    their number or, with weights, of the sum of squared weights (sqrtn); the maximum of each column; the rows side by
-    side (concat); each row by itself (none)."""
+    pooling: Annotated[PoolingName, Field(description=MEANINGS)] = "sum"
+    """What becomes of a bag's rows: `codegen/poolings.py` says it of every pooling."""
     weighted: bool = False
     """Whether every id comes with a weight that its row is multiplied by."""
     hotness: Count | None = None
@@ -138,24 +150,35 @@ class FeatureSpec:
     padding_idx: Count | None = None
     """The id that stands for no id. If it is a row of the table, pools are made without it, `concat` and `none` look
     its row up as any other, and this feature never trains that row. Any other whole number, as -1, is an id that is
-    absent: without a part in pools, zeros in `concat` and `none`, and no mistake whatever bounds_check says."""
+    absent: without a part in pools, zeros in `concat` and `none`, and no mistake whatever bounds_check says. So is any
+    padding id of a table with `remap`."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)
-        if self.pooling == "concat" and self.hotness is None:
+        if self.kind.shape is Shape.CONCAT and self.hotness is None:
             raise SpecError(
-                f"feature {self.name!r}: pooling 'concat' needs hotness (the most ids a bag may hold), "
+                f"feature {self.name!r}: pooling {self.pooling!r} needs hotness (the most ids a bag may hold), "
                 f"got hotness=None; give a whole number from 1 to {MAX_HOTNESS}",
                 field="pooling",
             )
         if self.hotness is not None:
             _check_range("feature", self.name, "hotness", self.hotness, 1, MAX_HOTNESS)
-        if self.weighted and self.pooling == "max":
+        if self.weighted and not self.kind.weightable:
             raise SpecError(
-                f"feature {self.name!r}: weighted=True cannot go with pooling 'max'; "
-                "allowed with weights: sum, mean, sqrtn, concat, none",
+                f"feature {self.name!r}: weighted=True cannot go with pooling {self.pooling!r}; "
+                f"allowed with weights: {', '.join(name for name, kind in POOLINGS.items() if kind.weightable)}",
                 field="weighted",
             )
+
+    @property
+    def kind(self) -> Pooling:
+        """The facts of its pooling."""
+        return pooling_named(self.pooling)
+
+    @property
+    def slots(self) -> int:
+        """The rows that its result has side by side for each bag; 0: its rows are pooled, or stand by themselves."""
+        return (self.hotness or 0) if self.kind.shape is Shape.CONCAT else 0
 
 
 @_spec_dataclass
@@ -224,23 +247,53 @@ class CollectionSpec:
         numbers = {table.name: f"t{place}" for place, table in enumerate(self.tables)}
         features = []
         for place, feature in enumerate(self.features):
-            hotness = feature.hotness if feature.pooling == "concat" else None
+            hotness = feature.slots or None
             features.append(replace(feature, name=f"f{place}", table=numbers[feature.table], hotness=hotness))
         tables = tuple(replace(table, name=numbers[table.name]) for table in self.tables)
         return CollectionSpec(tables, tuple(features), self.output_dtype)
 
+    @property
+    def has_remaps(self) -> bool:
+        """Whether ids of any table are not its rows, so that a step before every lookup turns ids into rows."""
+        return not all(table.ids_are_rows for table in self.tables)
+
+    @property
+    def remap_bytes(self) -> int:
+        """Bytes of the arrays that say which row each id of a remapped table has."""
+        return 8 * sum(table.num_ids for table in self.tables if not table.ids_are_rows)
+
+    def by_rows(self) -> CollectionSpec:
+        """The spec as lookups see it, once ids have been turned into rows: without remaps, -1 for ids without a row.
+
+        The spec itself where ids are rows.
+        """
+        if not self.has_remaps:
+            return self
+        remapped = {table.name for table in self.tables if not table.ids_are_rows}
+        tables = tuple(replace(table, remap=None) for table in self.tables)
+        features = tuple(replace(f, padding_idx=NO_ROW) if f.table in remapped else f for f in self.features)
+        made = replace(self, tables=tables, features=features)
+        object.__setattr__(made, "_origin", self.origin)
+        return made
+
     def padding_row(self, feature: FeatureSpec) -> int | None:
         """The row that is the feature's padding; None if there is none, or if its padding id is no row."""
-        padding, rows = feature.padding_idx, self.table(feature.table).num_embeddings
-        return padding if padding is not None and 0 <= padding < rows else None
+        table = self.table(feature.table)
+        padding, rows = feature.padding_idx, table.num_embeddings
+        return padding if table.ids_are_rows and padding is not None and 0 <= padding < rows else None
 
     def absent_id(self, feature: FeatureSpec) -> int | None:
-        """The id outside of the feature's table that is its padding, and so no mistake; None if there is none."""
+        """What lookups find in the place of an id that is absent and no mistake; None if there is none.
+
+        The feature's padding id where that is no row of its table; -1 where ids have been turned into rows.
+        """
+        if not self.table(feature.table).ids_are_rows:
+            return NO_ROW
         return None if self.padding_row(feature) is not None else feature.padding_idx
 
     @property
     def has_absent_ids(self) -> bool:
-        """Whether the padding id of any feature is no row."""
+        """Whether lookups of any feature may find an id that is absent and no mistake."""
         return any(self.absent_id(feature) is not None for feature in self.features)
 
     def to_dict(self) -> dict[str, Any]:
@@ -274,7 +327,7 @@ class CollectionSpec:
             raise SpecError(f"{path}: no such spec file; see examples/specs/ for some") from None
         except DocumentError as error:
             place = "" if error.line is None else f":{error.line}"
-            raise SpecError(f"{path}{place}: not a readable TOML file: {error}") from error
+            raise SpecError(f"{path}{place}: cannot be read: {error}") from error
         if NAME_PATTERN.fullmatch(path.stem):
             data.setdefault("name", path.stem)
         try:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
+from embforge.codegen.poolings import POOLINGS, Shape
 from embforge.codegen.reading.numbers import WHOLE_NUMBER_TEXT
 from embforge.codegen.spec import (
     MAX_DIM,
@@ -30,12 +31,15 @@ def json_schema() -> dict[str, Any]:
     top, table, feature = (schema["properties"] for schema in (collection, tables, features))
     table["num_embeddings"] = _count(table["num_embeddings"], 1, MAX_ROWS)
     table["embedding_dim"] = _count(table["embedding_dim"], 1, MAX_DIM)
+    table["remap"] = _count(table["remap"], 1, MAX_ROWS)
     feature["hotness"] = _count(feature["hotness"], 1, MAX_HOTNESS)
     feature["padding_idx"] = _count(feature["padding_idx"], -MAX_ID, MAX_ID)
     table["dtype"] = _dtype(table["dtype"], TABLE_DTYPES)
+    needs_hotness = {"required": ["hotness"], "properties": {"hotness": {"type": ["integer", "string"]}}}
+    unweighted = {"properties": {"weighted": {"const": False}}}
     features["allOf"] = [
-        _if_pooling("concat", {"required": ["hotness"], "properties": {"hotness": {"type": ["integer", "string"]}}}),
-        _if_pooling("max", {"properties": {"weighted": {"const": False}}}),
+        *(_if_pooling(name, needs_hotness) for name, kind in POOLINGS.items() if kind.shape is Shape.CONCAT),
+        *(_if_pooling(name, unweighted) for name, kind in POOLINGS.items() if not kind.weightable),
     ]
     for schema in (tables, features):
         schema["additionalProperties"] = False
@@ -57,7 +61,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _count(schema: dict[str, Any], low: int, high: int) -> dict[str, Any]:
-    """A whole number within bounds, or its text; null where that is the default."""
+    """The schema of a whole number within bounds, or of its text; null is allowed if it is the default."""
     options: list[dict[str, Any]] = [
         {"type": "integer", "minimum": low, "maximum": high},
         {"type": "string", "pattern": f"^{WHOLE_NUMBER_TEXT}$"},
@@ -68,7 +72,7 @@ def _count(schema: dict[str, Any], low: int, high: int) -> dict[str, Any]:
 
 
 def _dtype(schema: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """One of the formats by our name, which comes first, or by another of its spellings."""
+    """The schema of a number format: our names come first, then other spellings."""
     others = [spelling for name in names for spelling in DTYPES[name].spellings if spelling != name]
     return schema | {"enum": [*names, *others]}
 

@@ -1,4 +1,4 @@
-"""How often rows are asked for: what a plan expects of the ids of a step, in closed form."""
+"""How often rows are looked up: expected numbers of ids, different rows and pools of a step, in closed form."""
 
 from __future__ import annotations
 
@@ -14,57 +14,60 @@ from embforge.codegen.sharding.kinds import By
 from embforge.codegen.spec import FeatureSpec
 
 HEAD = 4096
-"""Most wanted rows whose places are looked at one by one; the rest of the table counts as spread evenly."""
+"""How many of the most frequent rows are assigned to shards one by one; the others count as spread evenly."""
 CLASSES = 512
-"""Groups of ranks of like probability over which the rest is summed."""
+"""How many groups of rows with similar probability the others are summed in."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Access:
-    """The k-th most wanted row is asked for in proportion to k^-skew; 0: all alike. Hot rows lie scattered."""
+    """The law of ids: the k-th most frequent row occurs in proportion to k^-skew; with skew 0 all rows are equally
+    frequent. Frequent rows are scattered over the table."""
 
     skew: float = 0.0
     length: float | None = None
-    """Ids a bag; None: each feature's hotness, else 1."""
+    """Mean number of ids per bag; None: each feature's hotness, or 1 if it has none."""
 
     def __str__(self) -> str:
         ids = f"zipf:{self.skew:g}" if self.skew else "uniform"
-        return ids if self.length is None else f"{ids}, {self.length:g} ids a bag"
+        return ids if self.length is None else f"{ids}, {self.length:g} ids per bag"
 
-    def ids_a_sample(self, feature: FeatureSpec) -> float:
-        """Mean ids of a bag."""
+    def ids_per_sample(self, feature: FeatureSpec) -> float:
+        """Mean number of ids in a bag of a feature."""
         if self.length is None:
             return float(feature.hotness or 1)
-        return min(self.length, float(feature.hotness or 1)) if feature.pooling == "concat" else self.length
+        return min(self.length, float(feature.hotness or 1)) if feature.slots else self.length
 
     def unique(self, count: float, rows: int) -> float:
-        """Different rows among so many ids."""
+        """The expected number of different rows among `count` ids."""
         return _unique(float(count), rows, self.skew)
 
     def pools(self, feature: FeatureSpec, samples: int, rows: int, asked: Floats, held: Floats) -> Floats:
-        """Pools that a rank asks each shard for: of bags of several ids there, and of different single ids.
+        """How many pools a rank requests from each shard: one for each bag with several ids there, and one for each
+        different single id.
 
-        `asked`, `held`: which part of the table's ids and of its rows each shard has."""
-        length = self.ids_a_sample(feature)
+        `asked` and `held` are the shares of the table's ids and of its rows that each shard has.
+        """
+        length = self.ids_per_sample(feature)
         if length <= 1:
             single, none = length * asked, 1 - length * asked
-        else:  # every id falls into a shard by itself
+        else:  # each id falls into a shard independently of the others
             single, none = length * asked * (1 - asked) ** (length - 1), (1 - asked) ** length
         several = samples * np.maximum(0.0, 1 - none - single)
         if feature.weighted:
             return several + samples * single
-        found: Floats = several + np.minimum(samples * single, self.unique(samples * single.sum(), rows) * held)
-        return found
+        different: Floats = several + np.minimum(samples * single, self.unique(samples * single.sum(), rows) * held)
+        return different
 
     def shares(self, rows: int, shards: int, by: By) -> Floats:
-        """Which part of a table's ids each shard gets."""
+        """The share of a table's ids that each shard gets."""
         return _shares(rows, shards, by, self.skew)
 
 
 def access_of(text: str | Access) -> Access:
-    """`uniform` or `zipf:S`; `PlanError` for anything else."""
+    """The access that a text means: `uniform` or `zipf:S`; `PlanError` for any other text."""
     if isinstance(text, Access):
         return text
     name, _, number = text.partition(":")
@@ -80,7 +83,7 @@ def access_of(text: str | Access) -> Access:
 @lru_cache(maxsize=65536)
 def _unique(count: float, rows: int, skew: float) -> float:
     chances, members = _classes(rows, skew)
-    # 1 - (1 - p)^count, for any size of either
+    # 1 - (1 - p)^count, accurate for small p and large counts
     with np.errstate(divide="ignore"):
         seen = -np.expm1(count * np.log1p(-chances))
     return float(min(np.sum(seen * members), count))
@@ -106,23 +109,23 @@ def _shares(rows: int, shards: int, by: By, skew: float) -> Floats:
 
 
 def _scattered(ranks: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Where the workloads of `bench` and `tune` put a rank: golden-section steps through the table."""
+    """The rows that have these ranks by frequency in workloads of `bench` and `tune`: golden-section steps."""
     factor = max(1, min(int(rows * 0.6180339887), (2**63 - 1) // rows - 1))
     while math.gcd(factor, rows) != 1:
         factor -= 1
-    placed: NDArray[np.int64] = (ranks * factor + rows // 3) % rows
-    return placed
+    scattered: NDArray[np.int64] = (ranks * factor + rows // 3) % rows
+    return scattered
 
 
 def _head(rows: int, skew: float) -> Floats:
-    """The chances of the most wanted rows."""
+    """The probabilities of the most frequent rows."""
     chances, members = _classes(rows, skew)
     return chances[: int(np.sum(np.cumsum(members) <= min(rows, HEAD) + 0.5))]
 
 
 @lru_cache(maxsize=4096)
 def _classes(rows: int, skew: float) -> tuple[Floats, Floats]:
-    """Chances of rows, and how many rows have each: the first `HEAD` one by one, then in growing groups."""
+    """Probabilities of rows, and how many rows have each: the first `HEAD` one by one, then in growing groups."""
     if not skew:
         return _frozen(np.array([1.0 / rows])), _frozen(np.array([float(rows)]))
     head = min(rows, HEAD)
@@ -139,5 +142,5 @@ def _classes(rows: int, skew: float) -> tuple[Floats, Floats]:
 
 def _frozen(values: Floats) -> Floats:
     values = np.asarray(values, dtype=np.float64)
-    values.setflags(write=False)  # kept by a cache: nobody may change it
+    values.setflags(write=False)  # it is kept in a cache, so no caller may change it
     return values

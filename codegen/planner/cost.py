@@ -1,8 +1,8 @@
-"""What a placement costs: memory and bytes of every rank, seconds of a step. docs/planning.md has the formulas.
+"""The cost of a placement: memory and bytes of every rank, seconds of a step. docs/planning.md has the formulas.
 
 All ranks have batches of the same size and draw ids by the same law, so every source sends the same to a destination.
-A table adds to each of its ranks a column of numbers (`METRICS`); a plan's cost is a function of their sum, which is
-what makes it cheap to try one more kind for one table.
+A table adds to each of its ranks a column of numbers (`METRICS`). A plan's cost is a function of the sum of these
+columns, so it is cheap to try one more kind for one table.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import numpy as np
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import layout_of
-from embforge.codegen.rules.rule import Update
 from embforge.codegen.planner.access import Access, Floats
-from embforge.codegen.sharding.geometry import INT32_ROWS, SEQUENCE_POOLINGS, SUMMED_POOLINGS
-from embforge.codegen.sharding.placement import Piece, Placement, TablePlacement
 from embforge.codegen.planner.topology import Topology
-from support.sharded.exact_traffic import (
+from embforge.codegen.planner.traffic import (
     Wire,
     header_bytes,
     id_bytes,
@@ -32,6 +29,9 @@ from support.sharded.exact_traffic import (
     vector_bytes,
     worth_asking,
 )
+from embforge.codegen.rules.rule import Update
+from embforge.codegen.sharding.geometry import INT32_ROWS, is_hierarchical
+from embforge.codegen.sharding.placement import Piece, Placement, TablePlacement
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 METRICS = (
@@ -41,85 +41,87 @@ METRICS = (
     "streams",
     "pooled",  # streams of pooled features
     "ids",  # from one source
-    "weighted",  # of these, with a weight beside them
-    "vector_row",  # bytes a sample of direct pooled columns
+    "weighted",  # those of them that have a weight
+    "vector_row",  # bytes per sample of direct pooled columns
     "vector_rows",  # bytes of rows that travel one by one, to one source
     "gradient_row",
     "gradient_rows",
     "norms",  # bytes of row norms sent to other owners of the same rows
-    "asking",  # streams whose pools can be asked for
-    "asked",  # pools that one source would ask for
-    "asked_numbers",  # their numbers
+    "asking",  # streams whose pools can be requested
+    "asked",  # pools that one source would request
+    "asked_numbers",  # how many numbers these pools have
     "asked_bytes",
-    "columns",  # numbers a sample of direct pooled columns
+    "columns",  # numbers per sample of direct pooled columns
 )
-"""What a rank gets of a table, in this order."""
+"""The numbers that a table adds to a rank, in this order."""
 ROW = {name: index for index, name in enumerate(METRICS)}
 TOTALS = ("inside_row", "rail_vector_row", "rail_gradient_row", "replicas", "wide")
-"""What a table adds to every rank alike: bytes a sample of hierarchical columns, of the all-reduce, and whether its
-rows need 64-bit ids."""
+"""The numbers that a table adds to all ranks equally: bytes per sample of hierarchical columns, bytes of the
+all-reduce, and whether its rows need 64-bit ids."""
 SORT_BYTES = 16
-"""Of work space, and moved, for an id of an update."""
+"""Bytes of work space, and bytes moved, per id of an update."""
 LINE_BYTES = 64
-"""Memory is read and written in whole lines: a narrow row costs as much as one of so many bytes."""
+"""Memory is read and written in whole lines of this size, so narrower rows cost as much."""
 LOOKUP_LAUNCHES, UPDATE_LAUNCHES = 2, 6
 PHASES = ("ids", "lookup", "vectors", "gradients", "update", "replicas")
-"""Of a step, in their order; all ranks wait for the slowest in each."""
+"""The phases of a step, in their order; in each, all ranks wait for the slowest."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What every rank does in a training step."""
+    """The work of every rank in a training step."""
 
     batch_size: int = 2048
-    """Samples a rank."""
+    """Samples per rank."""
     access: Access = field(default_factory=Access)
     update: Update | None = None
-    """None: a forward only."""
+    """The update rule; None: a forward only."""
     wire: Wire = field(default_factory=Wire)
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What one placed table adds."""
+    """The numbers that one placed table adds."""
 
     ranks: Any
-    """Indices, or a slice of all."""
+    """Indices of the ranks that it adds to, or a slice of all."""
     values: Floats
     """`[METRICS, ranks]`"""
     totals: Floats
 
     @property
     def memory(self) -> float:
-        """Bytes of rows and states on the rank that gets most."""
+        """Bytes of rows and states on the rank that gets the most."""
         return float(self.values[0].max())
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What tables add on given ranks in a given step."""
+    """Computes what tables add to the ranks of a topology in a step."""
 
     spec: CollectionSpec
     topology: Topology
     step: Step
+    remap_bytes: int = 0
+    """Bytes of the rows of ids, which every rank holds."""
 
     @cached_property
     def features(self) -> dict[str, list[FeatureSpec]]:
-        """By table."""
-        found: dict[str, list[FeatureSpec]] = defaultdict(list)
+        """The features of each table."""
+        by_table: dict[str, list[FeatureSpec]] = defaultdict(list)
         for feature in self.spec.features:
-            found[feature.table].append(feature)
-        return found
+            by_table[feature.table].append(feature)
+        return by_table
 
     @cached_property
     def result_bytes(self) -> float:
-        """Of a rank's own results."""
+        """Bytes of the results of a rank's own samples."""
         layout = layout_of(self.spec)
-        rows = sum(self.step.access.ids_a_sample(f.feature) * f.dim for f in layout.sequence_features)
+        rows = sum(self.step.access.ids_per_sample(f.feature) * f.dim for f in layout.sequence_features)
         return float(self.step.batch_size * (layout.output_width + rows) * DTYPES[self.spec.output_dtype].bytes)
 
     def share(self, placed: TablePlacement) -> Share:
-        """What a table adds, placed so."""
+        """The numbers that a table adds with this placement."""
         totals = np.zeros(len(TOTALS))
         if placed.replicated:
             return self._replicated(placed.table, totals)
@@ -129,7 +131,7 @@ class Costs:
         values = np.zeros((len(METRICS), len(ranks)))
         known: dict[tuple[int, int], Floats] = {}
         for piece in placed.pieces:
-            like = (piece.width, len(piece.owners))  # pieces as wide, of as many shards, are alike
+            like = (piece.width, len(piece.owners))  # pieces of equal width and number of shards cost the same
             if like not in known:
                 known[like] = self._piece(placed, piece)
         all_pieces = [known[piece.width, len(piece.owners)] for piece in placed.pieces]
@@ -141,7 +143,7 @@ class Costs:
         self._norms(placed, ranks, values)
         if placed.hierarchical:
             for feature in self.features[placed.table.name]:
-                if feature.pooling in SUMMED_POOLINGS:
+                if is_hierarchical(feature, placed):
                     totals[:3] += [row_bytes(f, placed.table.embedding_dim) for f in ("fp32", *self._formats)]
         capacity = max(placed.rows(piece, 0).capacity for piece in placed.pieces)
         totals[4] = capacity > INT32_ROWS
@@ -156,8 +158,8 @@ class Costs:
         row, state = row_of(table.embedding_dim, table.dtype, step.update)
         line, state_line = _lines(row), _lines(state)
         rows, dim = table.num_embeddings, table.embedding_dim
-        values = np.zeros((len(METRICS), 1))  # the same on all
-        wanted = sum(step.batch_size * step.access.ids_a_sample(f) for f in self.features[table.name])
+        values = np.zeros((len(METRICS), 1))  # the same on all ranks
+        wanted = sum(step.batch_size * step.access.ids_per_sample(f) for f in self.features[table.name])
         gradient = replica_bytes(rows, dim) if step.update is not None else 0
         values[ROW["memory"]] = rows * (row + state) + gradient
         values[ROW["read"]] = wanted * line + 4 * dim * step.batch_size * len(self.features[table.name])
@@ -176,13 +178,13 @@ class Costs:
         asked = access.shares(table.num_embeddings, shards, placed.by)
         held = Access().shares(table.num_embeddings, shards, placed.by)
         row, state = row_of(width, table.dtype, step.update)
-        state += 4 * reductions_of(step.update) * placed.columns_split  # norms are kept beside the states
+        state += 4 * reductions_of(step.update) * placed.columns_split  # norms are stored with the states
         values = np.zeros((len(METRICS), shards))
         values[ROW["memory"]] = placed.rows(piece, 0).capacity * (row + state)
         wanted = 0.0
         for feature in self.features[table.name]:
-            sequence = feature.pooling in SEQUENCE_POOLINGS
-            count = step.batch_size * access.ids_a_sample(feature)
+            sequence = not feature.kind.pooled
+            count = step.batch_size * access.ids_per_sample(feature)
             wanted += count
             merged = sequence and step.wire.duplicates == "merge"
             ids = access.unique(count, table.num_embeddings) * held if merged else count * asked
@@ -197,7 +199,7 @@ class Costs:
             else:
                 values[ROW["pooled"]] += 1
                 values[ROW["weighted"]] += ids * feature.weighted
-            if not sequence and not (placed.hierarchical and feature.pooling in SUMMED_POOLINGS):
+            if not sequence and not is_hierarchical(feature, placed):
                 values[ROW["vector_row"]] += forward
                 values[ROW["gradient_row"]] += gradients
                 if step.wire.pools == "different":
@@ -219,12 +221,12 @@ class Costs:
         if not reductions or not placed.columns_split:
             return
         table = placed.table
-        wanted = sum(self.step.batch_size * self.step.access.ids_a_sample(f) for f in self.features[table.name])
+        wanted = sum(self.step.batch_size * self.step.access.ids_per_sample(f) for f in self.features[table.name])
         touched = self.step.access.unique(wanted * self.topology.world_size, table.num_embeddings)
         shards = np.concatenate([np.arange(len(piece.owners)) for piece in placed.pieces])
         owners = np.concatenate([np.asarray(piece.owners) for piece in placed.pieces])
-        # A row goes to every other rank that holds columns of it. A rank may hold several pieces only where all pieces
-        # have the same shards; else (a grid whose pieces lie on unequal numbers of ranks) each piece is on other ranks.
+        # A norm is sent to every other rank that holds columns of the row. A rank may hold several pieces only if all
+        # pieces have the same shards; otherwise (in a grid with unequal numbers of ranks) no two pieces share a rank.
         others = np.full(len(owners), len(placed.pieces) - 1)
         if len({len(piece.owners) for piece in placed.pieces}) == 1:
             different = np.unique(shards * self.topology.world_size + owners) // self.topology.world_size
@@ -241,14 +243,14 @@ def _lines(bytes_: int) -> int:
 
 @lru_cache(maxsize=4096)
 def row_of(width: int, dtype: Any, update: Update | None) -> tuple[int, int]:
-    """Bytes of a row and of its states, as they lie in memory."""
+    """Bytes of a row and of its states in memory, padding included."""
     alone = CollectionSpec((TableSpec("t", 1, width, dtype),), (FeatureSpec("f", "t"),))
-    (found,) = layout_of(alone, update).tables
-    return found.stride_bytes, found.state_stride_bytes
+    (table,) = layout_of(alone, update).tables
+    return table.stride_bytes, table.state_stride_bytes
 
 
 def _add_shared(pieces: Sequence[Piece], costs: Sequence[Floats], ranks: Any, values: Floats) -> None:
-    """Adds up what pieces cost their ranks. Pieces of one rank and shard share a stream, which is counted once."""
+    """Adds up the costs of pieces per rank. Pieces with the same rank and shard share a stream, which counts once."""
     of_streams = [ROW[name] for name in ("streams", "pooled", "ids", "weighted", "asking", "asked")]
     taken: set[tuple[int, int, int]] = set()
     for piece, cost in zip(pieces, costs, strict=True):
@@ -262,7 +264,7 @@ def _add_shared(pieces: Sequence[Piece], costs: Sequence[Floats], ranks: Any, va
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """What all tables together put on the ranks; or, with one more axis in front, several variants of that at once."""
+    """The sums over all tables on every rank; or, with one more axis in front, several variants of them at once."""
 
     costs: Costs
     values: Floats
@@ -275,14 +277,14 @@ class Loads:
         return cls(costs, np.zeros((len(METRICS), costs.topology.world_size)), np.zeros(len(TOTALS)))
 
     def variants(self, shares: Sequence[Share]) -> Loads:
-        """With one of the shares added, each in its turn."""
+        """One variant per share: these loads with the share added."""
         values = np.repeat(self.values[None], len(shares), axis=0)
         for variant, share in zip(values, shares, strict=True):
             variant[:, share.ranks] += share.values
         return Loads(self.costs, values, self.totals + np.stack([share.totals for share in shares]))
 
     def add(self, share: Share, sign: int = 1) -> None:
-        """Adds one in place; `sign=-1` takes it away."""
+        """Adds a share in place; `sign=-1` subtracts it."""
         self.values[:, share.ranks] += sign * share.values
         self.totals[:] += sign * share.totals
 
@@ -291,12 +293,12 @@ class Loads:
         return row
 
     def total(self, name: str) -> Floats:
-        """One of `TOTALS`, `[..., 1]`."""
-        found: Floats = self.totals[..., TOTALS.index(name), None]
-        return found
+        """One of `TOTALS`, of shape `[..., 1]`."""
+        total: Floats = self.totals[..., TOTALS.index(name), None]
+        return total
 
     def to_owner(self) -> dict[str, Floats]:
-        """Bytes from any one rank to each owner (ids, gradients) or from each owner to any one rank, by counter."""
+        """Bytes from one rank to each owner (ids, gradients) or from each owner to one rank (vectors), by counter."""
         step = self.costs.step
         wire, samples = step.wire, step.batch_size
         wide = self.total("wide") > 0.5
@@ -315,12 +317,12 @@ class Loads:
 
     @property
     def _all_vectors(self) -> Floats:
-        """Bytes of vectors from each owner to any one rank, if pools of all bags travel."""
-        found: Floats = vector_bytes(self["vector_row"], self.costs.step.batch_size, self["vector_rows"])
-        return found
+        """Bytes of vectors from each owner to one rank if the pools of all bags are sent."""
+        all_bytes: Floats = vector_bytes(self["vector_row"], self.costs.step.batch_size, self["vector_rows"])
+        return all_bytes
 
     def hierarchical(self) -> dict[str, Floats]:
-        """Bytes that every rank sends of hierarchical columns, by counter, `[..., 1]`."""
+        """Bytes of hierarchical columns that every rank sends, by counter, of shape `[..., 1]`."""
         topology, step = self.costs.topology, self.costs.step
         others, nodes = topology.ranks_per_node - 1, topology.nodes
         inside = self.total("inside_row") * (step.batch_size * nodes * others)
@@ -331,19 +333,20 @@ class Loads:
         return found
 
     def buffers(self) -> Floats:
-        """Bytes of a rank beside rows and states: what it sends and receives, the next batch's ids, its results. Pools
-        of all bags are made, whichever of them travel."""
+        """Bytes of a rank in addition to rows and states: what it sends and receives, the next batch's ids, its
+        results, and the rows of ids. The pools of all bags are computed, whether they are sent or not."""
         n, step = self.costs.topology.world_size, self.costs.step
         between = self.to_owner()
         ids = between["ids"] + between["header"]
         moved = 2 * ids + self._all_vectors + between.get("gradients", 0)
         passes = 1 if step.update is None else 2
         apart = passes * (2 * n * step.batch_size * self.total("inside_row") + self.costs.result_bytes)
+        apart += self.costs.remap_bytes
         found: Floats = moved.sum(axis=-1, keepdims=True) + n * (moved + SORT_BYTES * self["ids"]) + apart
         return found
 
     def memory(self) -> Floats:
-        """Bytes of every rank."""
+        """Bytes that every rank needs: rows, states and buffers."""
         return self["memory"] + self.buffers()
 
     def phases(self) -> dict[str, Floats]:
@@ -379,12 +382,12 @@ class Loads:
         return (self.total("inside_row") > 0) * (inside + outside)
 
     def seconds(self) -> float:
-        """Of a step: each phase as long as its slowest rank, phases one after another."""
+        """Seconds of a step: phases follow each other, and each takes as long as its slowest rank."""
         return float(sum(times.max() for times in self.phases().values()))
 
 
 def loads_of(placement: Placement, costs: Costs) -> Loads:
-    """The sum over all tables."""
+    """The loads of a placement: the sum over all its tables."""
     loads = Loads.empty(costs)
     for placed in placement.tables:
         loads.add(costs.share(placed))
@@ -392,13 +395,14 @@ def loads_of(placement: Placement, costs: Costs) -> Loads:
 
 
 def costs_of(placement: Placement, topology: Topology, step: Step) -> Costs:
-    """Costs on as many ranks as the placement has, on nodes as large as its."""
+    """Costs on machines like the topology's, with the placement's number of ranks and size of nodes."""
     n, m = placement.world_size, placement.node_size
-    return Costs(placement.spec, replace(topology, nodes=n // m, ranks_per_node=m), step)
+    sized = replace(topology, nodes=n // m, ranks_per_node=m)
+    return Costs(placement.spec, sized, step, placement.remap_bytes)
 
 
 def links_of(to_owner: Floats, topology: Topology) -> tuple[Floats, Floats, Floats, Floats]:
-    """Bytes that every rank sends to its node, sends by its rail, and receives by either. `[..., ranks]`"""
+    """Bytes that every rank sends within its node and by its rail, and receives by either, `[..., ranks]` each."""
     n, m = topology.world_size, topology.ranks_per_node
     nodes = to_owner.reshape(*to_owner.shape[:-1], -1, m).sum(axis=-1)
     node = nodes.repeat(m, axis=-1)
@@ -406,8 +410,8 @@ def links_of(to_owner: Floats, topology: Topology) -> tuple[Floats, Floats, Floa
 
 
 def _exchanges(to_owner: Floats, topology: Topology) -> Floats:
-    """Seconds of all-to-alls, one a row. The way back (from owners) has the same bytes with directions swapped, so it
-    takes as long; both kinds of links work at the same time."""
+    """Seconds of all-to-alls, one per row of `to_owner`. The way back (from owners) has the same bytes with directions
+    swapped, so it takes as long; both kinds of links work at the same time."""
     node_out, rail_out, node_in, rail_in = links_of(to_owner, topology)
     n, m = topology.world_size, topology.ranks_per_node
     times = np.zeros_like(node_out)
@@ -420,7 +424,7 @@ def _exchanges(to_owner: Floats, topology: Topology) -> Floats:
 
 
 def _all_reduce(bytes_: Floats, topology: Topology) -> Floats:
-    """Seconds of one all-reduce: reduced and gathered inside nodes, a part a rank between them."""
+    """Seconds of one all-reduce: data are reduced and gathered inside nodes; between nodes each rank sends its part."""
     m, nodes = topology.ranks_per_node, topology.nodes
     inside = topology.node_link.time(2 * bytes_ * (m - 1) / m, m - 1)
     outside = topology.rail.time(2 * bytes_ / m * (nodes - 1) / nodes, nodes - 1)

@@ -1,8 +1,9 @@
-"""`ShardPlan.auto`: a kind for every table, so that the cost model's step is short and every rank's memory suffices.
+"""The search of `ShardPlan.auto`: chooses kinds so that the predicted step is short and every rank's memory suffices.
 
-Greedy, then improved: the largest table first, each takes the kind that makes the step of all tables so far shortest;
-then every table is asked again, given all others, until nothing is gained. A kind's cost is a column of numbers on its
-ranks (`cost.py`), so a try costs microseconds and does not depend on how many tables there are.
+It is greedy and then improves: tables are placed one by one, the largest first, each with the kind that makes the step
+of the tables placed so far shortest; then each table is placed again, with all others where they are, until nothing is
+gained. A kind's cost is a column of numbers on its ranks (`cost.py`), so trying one takes microseconds, whatever the
+number of tables.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from embforge.codegen.dtypes import WireFormat
 from embforge.codegen.errors import PlanError
-from embforge.codegen.rules.rule import Update
 from embforge.codegen.planner.access import Access, Floats, access_of
 from embforge.codegen.planner.cost import Costs, Loads, Share, Step, row_of
+from embforge.codegen.planner.memory import fits_not
+from embforge.codegen.planner.topology import Topology
+from embforge.codegen.planner.traffic import Duplicates, Pools, Wire, reductions_of
+from embforge.codegen.reading.numbers import size
+from embforge.codegen.rules.rule import Update
 from embforge.codegen.sharding.kinds import (
     KINDS,
     ColumnWise,
@@ -27,36 +33,34 @@ from embforge.codegen.sharding.kinds import (
     ShardPlan,
     TableWise,
 )
-from embforge.codegen.planner.memory import fits_not, size
 from embforge.codegen.sharding.placement import COLUMN_UNIT, place_table
-from embforge.codegen.planner.topology import Topology
-from support.sharded.exact_traffic import Duplicates, Format, Pools, Wire, reductions_of
 from embforge.codegen.spec import CollectionSpec, TableSpec
 
 ROUNDS = 3
-"""Times that every table is asked again, at most."""
+"""How often every table is placed again, at most."""
 MANY = 100_000
-"""Tables times ranks that are asked again in a round, at most; the largest tables come first."""
+"""Tables times ranks that are placed again in a round, at most; the largest tables come first."""
 GAIN = 1e-4
-"""Share of a step below which a change is none."""
+"""Smaller changes of the score, as a share, count as no gain."""
 EQUAL = 1e-4
-"""Share by which scores may differ and count as equal; then the simpler kind is taken."""
+"""Scores that differ by less than this share count as equal; then the simpler kind is taken."""
 CROWD_WEIGHTS = (1.0, 0.2)
-"""How much the mean of fourth powers over ranks counts beside the slowest: with the slowest alone most tables would
-not matter. A search each, the first alone where there are many tables and ranks; the shortest step wins."""
+"""Weights of the mean of fourth powers over ranks, which is added to the time of the slowest rank: with the slowest
+alone most tables would not matter. There is one search per weight (with many tables and ranks, the first one only), and
+the shortest step wins."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a table got, and what else it could have had: the other tables as they were when it was asked."""
+    """The kind that a table got, and the next best, compared when the table was placed last."""
 
     table: str
     kind: Kind
     why: str
     memory: float
-    """Bytes of the rank that holds most of it."""
+    """Bytes of the table on the rank that holds most of it."""
     second: str
-    """The next best kind; empty: no other was possible."""
+    """The next best kind; empty if no other was possible."""
     second_more: float
     """Seconds by which a step would be longer with it."""
 
@@ -67,11 +71,6 @@ class Chosen:
 
     plan: ShardPlan
     choices: tuple[Choice, ...]
-
-
-def auto_plan(spec: CollectionSpec, topology: Topology, **options: object) -> ShardPlan:
-    """The plan alone; options as `choose` has them."""
-    return choose(spec, topology, **options).plan  # type: ignore[arg-type]
 
 
 def choose(
@@ -85,25 +84,25 @@ def choose(
     constraints: Mapping[str, Sequence[str]] | None = None,
     duplicates: Duplicates = "keep",
     pools: Pools = "all",
-    forward: Format = "fp32",
-    gradients: Format = "fp32",
+    forward: WireFormat = "fp32",
+    gradients: WireFormat = "fp32",
     step: Step | None = None,
 ) -> Chosen:
-    """A plan for `world_size` ranks (None: the topology's), with `batch_size` samples each.
+    """Chooses a plan for `world_size` ranks (None: the topology's), with `batch_size` samples each.
 
-    `pools`: as the module's, whose default on CPUs is "different". `step` says all that the other arguments do.
-    `constraints`: of a table, the kinds that it may have. `PlanError`
-    names the table that does not fit, and by how much.
+    `pools` is that of the module, whose default on CPUs is "different". `constraints` lists the kinds that a table may
+    have. `step` replaces all arguments that describe the step. `PlanError` names a table that does not fit, and by how
+    much.
     """
     topology = topology if world_size is None else topology.of_size(world_size)
     step = step or Step(batch_size, access_of(workload), update, Wire(forward, gradients, duplicates, pools=pools))
     allowed = _checked(spec, constraints or {})
-    costs = Costs(spec, topology, step)
+    costs = Costs(spec, topology, step, spec.remap_bytes)
     searches = CROWD_WEIGHTS if len(spec.tables) * topology.world_size < MANY else CROWD_WEIGHTS[:1]
-    found = [_Search(costs, allowed, weight) for weight in searches]
-    for search in found:
+    runs = [_Search(costs, allowed, weight) for weight in searches]
+    for search in runs:
         search.run()
-    return min(found, key=lambda search: search.loads.seconds()).result()
+    return min(runs, key=lambda search: search.loads.seconds()).result()
 
 
 def _checked(spec: CollectionSpec, constraints: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
@@ -122,13 +121,13 @@ class _Try:
     kind: Kind
     share: Share
     score: float
-    """What is minimised."""
+    """The number that the search minimises."""
     seconds: float = np.nan
-    """Of the step, with it."""
+    """Seconds of the step with this kind."""
 
 
 class _Search:
-    """Tables one by one on top of what has been placed."""
+    """Places tables one by one on top of those that have been placed."""
 
     def __init__(self, costs: Costs, allowed: Mapping[str, tuple[str, ...]], crowd_weight: float) -> None:
         self.costs, self.allowed, self.crowd_weight = costs, allowed, crowd_weight
@@ -136,9 +135,9 @@ class _Search:
         self.loads = Loads.empty(costs)
         self.taken: dict[str, _Try] = {}
         self.tried: dict[str, dict[str, float]] = {}
-        """By table: seconds of a step by kind, when it was last asked."""
+        """For each table, the seconds of a step by kind when it was placed last."""
         self.replicas_free = True
-        """Whether the all-reduce's latency is left out: no table alone would be worth it, many together may be."""
+        """Whether the all-reduce's latency is left out: it never pays for one replicated table, but may for many."""
         node, rail = self.topology.node_link, self.topology.rail
         self.replicas_fixed = (1 + crowd_weight) * (
             node.time(0.0, self.topology.ranks_per_node - 1) + rail.time(0.0, self.topology.nodes - 1)
@@ -157,7 +156,7 @@ class _Search:
         self._improve(largest_first)
 
     def result(self) -> Chosen:
-        """What was found, with reasons."""
+        """The plan that was found, with its reasons."""
         ordered = tuple(self._explain(table) for table in self.costs.spec.tables)
         plan = ShardPlan({choice.table: choice.kind for choice in ordered}, explanation_of(ordered, self.loads))
         return Chosen(plan, ordered)
@@ -172,34 +171,34 @@ class _Search:
     def _best(self, table: TableSpec, old: _Try | None = None) -> _Try | None:
         tries = self._tries(table, old)
         self.tried[table.name] = {}
-        for one in tries:
-            known = self.tried[table.name].get(one.kind.name, np.inf)
-            self.tried[table.name][one.kind.name] = min(known, one.seconds)
-        least = min((one.score for one in tries), default=0.0)
-        return next((one for one in tries if one.score <= least * (1 + EQUAL)), None)
+        for attempt in tries:
+            known = self.tried[table.name].get(attempt.kind.name, np.inf)
+            self.tried[table.name][attempt.kind.name] = min(known, attempt.seconds)
+        least = min((attempt.score for attempt in tries), default=0.0)
+        return next((attempt for attempt in tries if attempt.score <= least * (1 + EQUAL)), None)
 
     def _tries(self, table: TableSpec, old: _Try | None) -> list[_Try]:
-        """All kinds that fit, what it had before among them, each with what a step would then cost."""
+        """All kinds of a table that fit, the old one included, each with the cost of a step with it."""
         limit, memory = self.topology.limit, self.loads["memory"]
-        asked = [(kind, self._share(table, kind)) for kind in self._candidates(table)]
-        asked = [(old.kind, old.share), *asked] if old is not None else asked
-        asked = [(kind, share) for kind, share in asked if (memory[share.ranks] + share.values[0]).max() <= limit]
-        if not asked:
+        kinds = [(kind, self._share(table, kind)) for kind in self._candidates(table)]
+        kinds = [(old.kind, old.share), *kinds] if old is not None else kinds
+        kinds = [(kind, share) for kind, share in kinds if (memory[share.ranks] + share.values[0]).max() <= limit]
+        if not kinds:
             return []
-        loads = self.loads.variants([share for _, share in asked])
+        loads = self.loads.variants([share for _, share in kinds])
         fits = loads.memory().max(axis=-1) <= limit
         scores, seconds = self._scores(loads)
         if self.replicas_free:
             scores = scores - (loads.total("replicas")[..., 0] > 0) * self.replicas_fixed
-        numbers = zip(asked, fits, scores, seconds, strict=True)
-        return [_Try(*one, float(score), float(spent)) for one, fit, score, spent in numbers if fit]
+        numbers = zip(kinds, fits, scores, seconds, strict=True)
+        return [_Try(kind, share, float(score), float(spent)) for (kind, share), fit, score, spent in numbers if fit]
 
     def _share(self, table: TableSpec, kind: Kind) -> Share:
         n, m = self.topology.world_size, self.topology.ranks_per_node
         return self.costs.share(place_table(table, kind, n, m, []))
 
     def _candidates(self, table: TableSpec) -> Iterator[Kind]:
-        """Kinds worth a try, with ranks where they leave a choice: those with the least to do so far."""
+        """Kinds worth trying. If a kind leaves the choice of ranks open, it gets those with the least to do so far."""
         n, m, nodes = self.topology.world_size, self.topology.ranks_per_node, self.topology.nodes
         allowed = self.allowed[table.name]
         whole = self._bytes(table)
@@ -208,7 +207,7 @@ class _Search:
         order = np.argsort(busy, kind="stable")
 
         def least(count: int) -> tuple[int, ...]:
-            """So many ranks with room for a part each, or none."""
+            """`count` ranks that have room for one part each; empty if there are not enough."""
             ranks = order[free[order] >= whole / count][:count]
             return tuple(np.sort(ranks).tolist()) if len(ranks) == count else ()
 
@@ -229,7 +228,7 @@ class _Search:
                 node = int(np.argmin(busy.reshape(nodes, m).sum(axis=1)))
                 yield RowWise(ranks=tuple(range(node * m, (node + 1) * m)))
             yield RowWise()
-        # Rules that reduce rows want all pieces of a grid on equally many ranks.
+        # Rules that reduce rows need all pieces of a grid on equally many ranks.
         divides = nodes > 1 or n % 2 == 0 or not reductions_of(self.costs.step.update)
         if "grid" in allowed and divides and n > 1 and max(2, nodes) <= table.embedding_dim:
             yield Grid(None if nodes > 1 else 2)
@@ -237,14 +236,14 @@ class _Search:
             yield Hierarchical()
 
     def _busy(self) -> Floats:
-        """How much every rank has to do, in seconds."""
-        found = np.zeros(self.topology.world_size)
+        """How many seconds every rank is busy in a step."""
+        seconds = np.zeros(self.topology.world_size)
         for times in self.loads.phases().values():
-            found = found + times
-        return found
+            seconds = seconds + times
+        return seconds
 
     def _make_room(self, table: TableSpec, largest_first: Sequence[TableSpec]) -> None:
-        """What was placed so far is spread as evenly as its constraints let it; `PlanError` if that is not enough."""
+        """Places all tables so far and this one as evenly as constraints allow; `PlanError` if that is not enough."""
         self.loads, before = Loads.empty(self.costs), self.taken
         self.taken = {}
         for other in largest_first:
@@ -255,31 +254,31 @@ class _Search:
                     raise PlanError(fits_not(other.name, even.kind, self.loads, even.share))
 
     def _evenest(self, table: TableSpec) -> _Try:
-        """The kind after which the fullest rank has least."""
+        """The kind with which the fullest rank holds the least."""
         tries = []
         for kind in self._candidates_for_room(table):
             share = self._share(table, kind)
             tries.append(_Try(kind, share, float(self.loads.variants([share]).memory().max())))
-        return min(tries, key=lambda one: one.score)
+        return min(tries, key=lambda attempt: attempt.score)
 
     def _candidates_for_room(self, table: TableSpec) -> list[Kind]:
-        found = list(self._candidates(table))
+        kinds = list(self._candidates(table))
         allowed = self.allowed[table.name]
         emptiest = int(np.argmin(self.loads["memory"]))
         if "table_wise" in allowed:
-            found.append(TableWise(emptiest))
+            kinds.append(TableWise(emptiest))
         if "data_parallel" in allowed:
-            found.append(DataParallel())
+            kinds.append(DataParallel())
         if "column_wise" in allowed:
             pieces = min(self.topology.world_size, max(1, table.embedding_dim // COLUMN_UNIT))
             ranks = np.argsort(self.loads["memory"], kind="stable")[:pieces]
-            found.append(ColumnWise(pieces, tuple(sorted(int(rank) for rank in ranks))))
-        if "grid" in allowed and not any(isinstance(kind, Grid) for kind in found):
-            found.append(Grid(1))
-        return [*found, Hierarchical()] if allowed == ("hierarchical",) else found
+            kinds.append(ColumnWise(pieces, tuple(sorted(int(rank) for rank in ranks))))
+        if "grid" in allowed and not any(isinstance(kind, Grid) for kind in kinds):
+            kinds.append(Grid(1))
+        return [*kinds, Hierarchical()] if allowed == ("hierarchical",) else kinds
 
     def _scores(self, loads: Loads) -> tuple[Floats, Floats]:
-        """What is minimised, and the seconds of a step; of every variant."""
+        """The score and the seconds of a step, for every variant."""
         times = np.stack(list(loads.phases().values()))
         longest = times.max(axis=-1)
         squares = np.square(times / np.maximum(longest, 1e-30)[..., None])
@@ -288,7 +287,7 @@ class _Search:
         return seconds + self.crowd_weight * crowd.sum(axis=0), seconds
 
     def _without_replicas(self, tables: Sequence[TableSpec]) -> None:
-        """Whether no all-reduce at all is better than the one that all replicated tables share."""
+        """Places replicated tables in other ways if a step without any all-reduce is shorter."""
         replicated = [table for table in tables if isinstance(self.taken[table.name].kind, DataParallel)]
         others = {
             table.name: tuple(k for k in self.allowed[table.name] if k != DataParallel.name) for table in replicated
@@ -313,7 +312,7 @@ class _Search:
         self.allowed = allowed
 
     def _improve(self, tables: Sequence[TableSpec]) -> None:
-        """Every table is asked again, given all others."""
+        """Places every table again, with all others where they are."""
         score = float(self._scores(self.loads)[0])
         for _ in range(ROUNDS):
             before = score
@@ -334,7 +333,7 @@ class _Search:
         second = min(others, key=lambda name: others[name]) if others else ""
         more = others[second] - tried.get(mine.kind.name, np.nan) if second else np.nan
         if abs(more) < EQUAL * self.loads.seconds():
-            more = 0.0  # the model does not tell them apart
+            more = 0.0  # to the model they are equal
         return Choice(table.name, mine.kind, self._why(table, mine.kind), mine.share.memory, second, more)
 
     def _why(self, table: TableSpec, kind: Kind) -> str:
@@ -356,11 +355,11 @@ class _Search:
 
 
 def explanation_of(choices: Sequence[Choice], loads: Loads) -> str:
-    """A line a table, in plain text."""
+    """The reasons as plain text, one line per table."""
     seconds = loads.seconds()
-    lines = [f"predicted step: {1e3 * seconds:.3f} ms; memory a rank: {size(float(loads.memory().max()))} at most"]
+    lines = [f"predicted step: {1e3 * seconds:.3f} ms; memory per rank: {size(float(loads.memory().max()))} at most"]
     for choice in choices:
-        next_best = f"; {choice.second}: {1e3 * choice.second_more:+.3f} ms a step" if choice.second else ""
+        next_best = f"; {choice.second}: {1e3 * choice.second_more:+.3f} ms per step" if choice.second else ""
         lines.append(f"{choice.table}: {describe(choice.kind)}: {choice.why}{next_best}")
     return "\n".join(lines)
 

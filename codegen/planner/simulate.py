@@ -1,4 +1,6 @@
-"""A plan on any number of ranks, none of which need exist: memory, bytes a link, seconds of a step, imbalance."""
+"""Predictions for a placement on any number of ranks: memory, bytes per link, seconds of a step, imbalance.
+
+The ranks do not have to exist."""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ import numpy as np
 
 from embforge.codegen.planner.access import Floats
 from embforge.codegen.planner.cost import PHASES, Loads, Step, costs_of, links_of, loads_of
-from embforge.codegen.sharding.placement import Placement
 from embforge.codegen.planner.topology import Topology
 from embforge.codegen.plans import name_of
+from embforge.codegen.sharding.placement import Placement
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A number of every rank."""
+    """The least, mean and largest of a number that every rank has."""
 
     low: float
     mean: float
@@ -25,13 +27,13 @@ class Spread:
 
     @property
     def imbalance(self) -> float:
-        """The highest over the mean; 1: all alike."""
+        """The highest divided by the mean; 1 if all ranks have the same."""
         return self.high / self.mean if self.mean else 1.0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is expected of a plan on so many ranks."""
+    """Predictions for one placement."""
 
     world_size: int
     nodes: int
@@ -39,28 +41,28 @@ class Simulation:
     """Bytes of rows and states."""
     buffers: Spread
     total: Spread
-    """Both together."""
+    """Memory and buffers together."""
     limit: float
     """Bytes that a rank may use."""
     node_bytes: dict[str, Spread]
-    """By counter: bytes that a rank sends to others of its node in a step."""
+    """Bytes that a rank sends to other ranks of its node in a step, by counter."""
     rail_bytes: dict[str, Spread]
-    """To other nodes."""
+    """Bytes that a rank sends to other nodes in a step, by counter."""
     replica_bytes: float
-    """Of the all-reduce."""
+    """Bytes of the all-reduce of replicated tables."""
     phases: dict[str, Spread]
-    """Seconds."""
+    """Seconds of each phase of a step."""
     work: Spread
     """Seconds of lookup and update of a rank."""
 
     @property
     def seconds(self) -> float:
-        """Of a step, nothing overlapped: each phase as long as its slowest rank."""
+        """Seconds of a step without overlap: each phase takes as long as its slowest rank."""
         return sum(spread.high for spread in self.phases.values())
 
     @property
     def prefetched_seconds(self) -> float:
-        """Of a step whose ids were exchanged while the step before computed."""
+        """Seconds of a step whose ids were exchanged during the previous step."""
         ids = self.phases["ids"].high
         return max(ids, self.seconds - ids)
 
@@ -69,13 +71,13 @@ class Simulation:
         return self.total.high <= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The predictions as plain data."""
         more = {"seconds": self.seconds, "prefetched_seconds": self.prefetched_seconds, "fits": self.fits}
         return asdict(self) | more | {"imbalance": {"work": self.work.imbalance, "memory": self.memory.imbalance}}
 
 
 def simulate(placement: Placement, topology: Topology, step: Step) -> Simulation:
-    """What the cost model expects of a placement."""
+    """The predictions of the cost model for a placement."""
     costs = costs_of(placement, topology, step)
     loads = loads_of(placement, costs)
     phases = loads.phases()
@@ -96,14 +98,14 @@ def simulate(placement: Placement, topology: Topology, step: Step) -> Simulation
 
 
 def sent_bytes(loads: Loads) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Bytes that every rank sends to its node and by its rail, by counter. Row norms count for the rail if there is
-    more than one node."""
+    """Bytes that every rank sends within its node, and by its rail, by counter. With more than one node, row norms
+    count as sent by the rail."""
     topology = loads.costs.topology
     inside: dict[str, Floats] = {}
     outside: dict[str, Floats] = {}
     for name, to_owner in loads.to_owner().items():
         node_out, rail_out, node_in, rail_in = links_of(to_owner, topology)
-        back = name in ("vectors", "weight_gradients")  # owners send: what would come in goes out
+        back = name in ("vectors", "weight_gradients")  # owners send these, so the directions are swapped
         inside[name], outside[name] = (node_in, rail_in) if back else (node_out, rail_out)
     for name, bytes_ in loads.hierarchical().items():
         (inside if name.startswith("node") else outside)[name] = np.full(topology.world_size, float(bytes_[0]))
@@ -112,7 +114,7 @@ def sent_bytes(loads: Loads) -> tuple[dict[str, Floats], dict[str, Floats]]:
 
 
 def assumptions(topology: Topology, step: Step) -> list[str]:
-    """What a prediction takes for granted, in sentences."""
+    """The assumptions of a prediction, as sentences."""
     link, rail = topology.node_link, topology.rail
     wire = step.wire
     numbers = "measured" if topology.measured else "assumed, not measured"
@@ -121,15 +123,15 @@ def assumptions(topology: Topology, step: Step) -> list[str]:
         f"topology {topology.name!r}: numbers are {numbers}" + (f" ({topology.source})" if topology.source else ""),
         f"rows are read at {topology.lookup_bandwidth / 1e9:,.4g} GB/s and updated at "
         f"{topology.update_bandwidth / 1e9:,.4g} GB/s; every id reads its row from memory, none from a cache",
-        f"inside a node {link.bandwidth / 1e9:,.4g} GB/s each way and {link.latency * 1e6:g} µs a collective, "
-        f"{link.message * 1e6:g} µs a peer; a rail {rail.bandwidth / 1e9:,.4g} GB/s, {rail.latency * 1e6:g} µs, "
+        f"inside a node {link.bandwidth / 1e9:,.4g} GB/s each way and {link.latency * 1e6:g} µs per collective, "
+        f"{link.message * 1e6:g} µs per peer; a rail {rail.bandwidth / 1e9:,.4g} GB/s, {rail.latency * 1e6:g} µs, "
         f"{rail.message * 1e6:g} µs; both at the same time",
-        f"{step.batch_size:,} samples on every rank, ids {step.access}, {update}; vectors travel as {wire.forward}, "
+        f"{step.batch_size:,} samples per rank, ids {step.access}, {update}; vectors travel as {wire.forward}, "
         f"gradients as {wire.gradients}, duplicates: {wire.duplicates}, pools: {wire.pools}",
-        "phases follow each other and all ranks wait for the slowest; the dense part of a model is not in it",
+        "phases follow each other and all ranks wait for the slowest; the dense part of a model is not included",
     ]
 
 
 def _spread(values: Iterable[float]) -> Spread:
-    found = np.asarray(values)
-    return Spread(float(found.min()), float(found.mean()), float(found.max()))
+    numbers = np.asarray(values)
+    return Spread(float(numbers.min()), float(numbers.mean()), float(numbers.max()))

@@ -1,8 +1,8 @@
-"""Files that were given to us, and may therefore hold anything: each is opened and parsed here, in one way.
+"""Readers of JSON and TOML files that come from outside and may therefore hold anything.
 
-What a reader returns is plain data that is safe to walk through and to print: of bounded size and depth, its text
-Unicode. Anything else is one `DocumentError`, which says what is wrong and does not know the file: a loader catches it
-and says which file, of what kind, and what to do.
+A reader returns plain data that is safe to walk through and to print: its size and depth are bounded, and its text is
+Unicode. For anything else it raises a `DocumentError`, which says what is wrong but does not know the file's purpose:
+a loader catches it and adds which file it is, of what kind, and what to do.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 from embforge.codegen.errors import EmbforgeError
 
 MOST_BYTES = 2**26
-"""The most bytes of a document: far more than we ever write, far less than what would hurt."""
+"""The most bytes of a document: far more than embforge ever writes, far fewer than would exhaust memory."""
 MOST_DEPTH = 32
-"""The most levels of nested objects. Ours have at most six; some Python functions fail from a few hundred on."""
+"""The most levels of nested objects. Documents of embforge have at most six; some Python functions fail from a few
+hundred on."""
 MOST_SHOWN = 80
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 
 
 class DocumentError(EmbforgeError, ValueError):
@@ -32,13 +33,13 @@ class DocumentError(EmbforgeError, ValueError):
     def __init__(self, what: str, line: int | None = None) -> None:
         super().__init__(what)
         self.line = line
-        """Where in the text, if that is known."""
+        """The line of the text where it is wrong, if that is known."""
 
 
 def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
     """All bytes of a regular file. `FileNotFoundError` if there is none, `DocumentError` for anything else.
 
-    A pipe is not waited for, and a device is not read: both could keep us for ever.
+    It does not wait for a pipe and does not read a device, because neither may ever end.
     """
     try:
         with open(path, "rb", opener=_without_waiting) as file:
@@ -72,8 +73,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The data of a TOML text."""
-    found: dict[str, Any] = _parsed(text, tomllib.loads, "TOML")
-    return found
+    data: dict[str, Any] = _parsed(text, tomllib.loads, "TOML")
+    return data
 
 
 def read_json(path: Path) -> Any:
@@ -87,7 +88,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: in Python's form, however long it is or strange."""
+    """A value as messages show it: Python's `repr`, cut if it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes
@@ -96,7 +97,7 @@ def shown(value: Any) -> str:
 
 
 def is_file_name(value: Any) -> bool:
-    """Whether this is the name of a file in the document's own directory, and no way out of it."""
+    """Whether a value is the plain name of a file in the document's own directory, not a path that leads elsewhere."""
     return isinstance(value, str) and value not in ("", ".", "..") and not re.search(r"[/\\\0]", value)
 
 
@@ -118,16 +119,16 @@ def _parsed(text: str, parse: Callable[[str], Any], language: str) -> Any:
 
 
 def _line_of(error: Exception, text: str) -> int | None:
-    """tomllib tells the line in its message only, and of a text that ends too early nothing."""
+    """The line of a parser's error. tomllib has it in the message only, and not for a text that ends too early."""
     if isinstance(error, json.JSONDecodeError):
         return error.lineno
-    if found := re.search(r"at line (\d+)", str(error)):
-        return int(found[1])
+    if match := re.search(r"at line (\d+)", str(error)):
+        return int(match[1])
     return text.rstrip("\n").count("\n") + 1 if "end of document" in str(error) else None
 
 
 def _check(data: Any) -> None:
-    """Without recursion, which is what deep data would exhaust."""
+    """Checks depth and texts, level by level: recursion would fail on deep data."""
     level = [data]
     for _ in range(MOST_DEPTH):
         deeper: list[Any] = []
@@ -148,5 +149,5 @@ def _check(data: Any) -> None:
 def _check_text(text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a pair, as in "\ud800": nothing can print it
-        raise DocumentError(f"it holds text that is no Unicode: {shown(text)}") from None
+    except UnicodeEncodeError:  # half of a surrogate pair, such as "\ud800", which cannot be printed
+        raise DocumentError(f"it holds text that is not Unicode: {shown(text)}") from None

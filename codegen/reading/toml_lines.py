@@ -1,6 +1,6 @@
-"""In which line of a TOML text a value stands: what Python's parser does not tell.
+"""The lines of a TOML text in which its values are written, which Python's parser does not report.
 
-The text must be one that the parser accepts; then a few tokens are all that tells where a statement ends.
+The text must be one that the parser accepts; a few kinds of tokens then suffice to find where a statement ends.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _HEADER = re.compile(r"\s*\[\[?\s*(.*?)\s*\]\]?")
 _KEY = re.compile(r"\s*([^=]*?)\s*=")
 
 Entry = tuple[str, int]
-"""A table of an array: the array's name and its place in it, from 0 on."""
+"""An element of an array of tables: the array's name and the element's index."""
 
 
 def lines_of(text: str) -> dict[tuple[Entry | None, str | None], int]:
-    """From an entry (None: the top of the document) and a key of it to the line, counted from 1.
+    """Line numbers, from 1, by entry (None: the top of the document) and key.
 
     The key None is the entry itself: its `[[header]]`, or its brace in `name = [{...}, {...}]`.
     """
-    found: dict[tuple[Entry | None, str | None], int] = {}
+    lines: dict[tuple[Entry | None, str | None], int] = {}
     counts: dict[str, int] = {}
     entry: Entry | None = None
     line, begin, begin_line, depth, braces = 1, 0, 1, 0, list[int]()
@@ -46,14 +46,14 @@ def lines_of(text: str) -> dict[tuple[Entry | None, str | None], int]:
                 name = _bare(header[1])
                 entry = (name, counts.get(name, 0))
                 counts[name] = entry[1] + 1
-                found[entry, None] = begin_line
-                found.setdefault((None, name), begin_line)
+                lines[entry, None] = begin_line
+                lines.setdefault((None, name), begin_line)
             elif key := _KEY.match(statement):
-                found[entry, _bare(key[1])] = begin_line
-                found |= {((_bare(key[1]), place), None): brace for place, brace in enumerate(braces)}
+                lines[entry, _bare(key[1])] = begin_line
+                lines |= {((_bare(key[1]), index), None): brace for index, brace in enumerate(braces)}
             begin, begin_line, braces = token.end(), line + 1, []
         line += word.count("\n")
-    return found
+    return lines
 
 
 def _bare(key: str) -> str:

@@ -1,6 +1,6 @@
-"""The rules that come with the package. All their numbers are run-time values; an option not used is not in the text.
+"""The rules that come with the package. Their numbers are run-time values; the text has only the options in use.
 
-Where torch.optim has the rule, the formula is torch's. docs/custom_rules.md lists them with their defaults.
+If torch.optim has the rule, the formula is torch's. docs/custom_rules.md lists them with their defaults.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Literal
 from embforge.codegen.rules.rule import Rule, State
 
 Decay = Literal["none", "l2", "decoupled"]
-"""Weight decay: none, added to the gradient, or taken off the row beside the rule."""
+"""Weight decay: none, added to the gradient ("l2"), or subtracted from the row independently of the rule
+("decoupled")."""
 
 CLIP = "g *= where(norm(g) > max_row_norm, max_row_norm / norm(g), 1)"
 L2_DECAY = "g += weight_decay * w"
@@ -18,7 +19,7 @@ DECOUPLED_DECAY = "w *= 1 - lr * weight_decay"
 
 
 def with_options(rule: Rule, *, decay: Decay = "none", clipped: bool = False) -> Rule:
-    """The rule with options before it: first the row's gradient is clipped, then weights decay."""
+    """The rule with its options as lines before it: first the row's gradient is clipped, then weights decay."""
     lines: tuple[str, ...] = ()
     hyper = rule.hyper
     if clipped:
@@ -78,7 +79,7 @@ def rmsprop() -> Rule:
 
 
 def ftrl() -> Rule:
-    """McMahan et al. 2013, with its learning rate `lr / (beta + sqrt(n))`. With lr = 0 it leaves all as it is."""
+    """McMahan et al. 2013, with its learning rate `lr / (beta + sqrt(n))`. With lr = 0 nothing changes."""
     lines = (
         "squares = n + g * g",
         "z = where(lr > 0, z + (g - (sqrt(squares) - sqrt(n)) / lr * w), z)",

@@ -1,7 +1,7 @@
-"""A checked rule as C++: what `templates/shared/rule.h.j2` says of it.
+"""A checked rule as C++ statements, for the template `templates/shared/rule.h.j2`.
 
-What a rule computes is sorted by how often it must be: numbers of the call (`Scalars`, fp64, rounded once), numbers of
-a row (`Row`, in the order in which its reductions become known), and elements.
+The values of a rule are sorted by how often they must be computed: numbers of the call (`Scalars`, in fp64, rounded
+once), numbers of a row (`Row`, in the order in which its reductions become known), and elements.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _RESERVED = """
     struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual void
     volatile wchar_t while xor xor_eq errno linux unix stdin stdout stderr
 """
-"""Words that no name in C++ can be, and macros that look like names."""
+"""Words that cannot be names in C++, and macros that look like names."""
 _IN_SCOPE = """
     s row g w t state row_state hyper total dim value root magnitude smaller larger chosen spread power scalars open
     term close finish apply sqrt fabs smaller_number larger_number
 """
-"""Names that mean something where the template puts locals."""
+"""Names that have a meaning already in the functions where the template puts locals."""
 _NO_FIELD = frozenset(_RESERVED.split())
 _NO_LOCAL = _NO_FIELD.union(_IN_SCOPE.split())
 
@@ -55,12 +55,12 @@ _NUMBERS = {1.0: "one", 2.0: "two"}
 
 
 def rule_facts(update: Update) -> dict[str, Any]:
-    """The one fact `rule` of the template: names, and statements per function of the struct."""
+    """The template's fact `rule`: names, and the statements of each function of the struct."""
     return {"rule": _Emitter(program_of(update.rule)).facts()}
 
 
 class _Emitter:
-    """One rule. Fields of `Scalars` and `Row` are found while the expressions that need them are spelled."""
+    """Emits one rule. Fields of `Scalars` and `Row` are collected while the expressions that need them are written."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -69,7 +69,7 @@ class _Emitter:
         self.row_states = [state.name for state in states if state.extent == "row"]
         self.folds = [step.name for step in program.reductions]
         self.stages: dict[str, int] = {}
-        """Of each step that is a row's number: the last reduction that it waits for, -1 for none."""
+        """The last reduction on which a step depends (-1: none), for each step that is a number of a row."""
         for step in program.steps:  # a step refers to earlier ones only
             if isinstance(step, Reduction):
                 self.stages[step.name] = self.folds.index(step.name)
@@ -78,7 +78,7 @@ class _Emitter:
         self.scalars: dict[str, tuple[str, Node]] = {}
         """Field and value by the value's text."""
         self.row: dict[str, tuple[str, int, str]] = {}
-        """By the value's text: field, the reduction it waits for (-1: none), what is assigned to it."""
+        """By the value's text: the field, the last reduction on which it depends (-1: none), and the assigned value."""
 
     def facts(self) -> dict[str, Any]:
         for name in self.row_states:
@@ -121,10 +121,10 @@ class _Emitter:
             },
         }
 
-    # ---- Once a call ----------------------------------------------------------------------------------
+    # ---- Once per call --------------------------------------------------------------------------------
 
     def scalar(self, node: Node) -> str:
-        """A scalar where fp32 is computed: a literal, or a field that was rounded once."""
+        """A scalar as a part of an fp32 expression: a literal, or a field that was rounded once."""
         if isinstance(node, Number):
             return _fp32(node.value)
         key = repr(node)
@@ -150,7 +150,7 @@ class _Emitter:
         return lines
 
     def fp64(self, node: Node, least: int = 0) -> str:
-        """A scalar where it is computed. The text binds at least as tightly as `least`."""
+        """A scalar as an fp64 expression. The text binds at least as tightly as `least`."""
         if isinstance(node, Number):
             return _bound(repr(node.value), _UNARY if node.value < 0 else _ATOM, least)
         if isinstance(node, Input):
@@ -169,7 +169,7 @@ class _Emitter:
             return f"{_FP64_CALLS[node.operator]}({self.fp64(node.operands[0])})"
         return self.infix(node, least, self.fp64)
 
-    # ---- Once a row -----------------------------------------------------------------------------------
+    # ---- Once per row ---------------------------------------------------------------------------------
 
     def row_field(self, node: Node, wish: str, assigned: str) -> str:
         field = _unique(_field(wish), (field for field, _, _ in self.row.values()))
@@ -180,18 +180,18 @@ class _Emitter:
         return [f"row.{field} = {assigned};" for field, at, assigned in self.row.values() if at == stage]
 
     def stage(self, node: Node) -> int:
-        """The last reduction that the value waits for."""
+        """The last reduction on which a value depends; -1: none."""
         names = [part.name for part in nodes_of(node) if isinstance(part, Reference) and part.kind == Kind.ROW]
         return max((self.stages[name] for name in names), default=-1)
 
     def row_number(self, node: Node) -> str:
-        """A row's number where elements are computed: computed once a row, so always a field."""
+        """A row's number as a part of an expression of elements: a field, because it is computed once per row."""
         key = repr(node)
         if key not in self.row:
             self.row_field(node, _slug(node, "r"), self.spelled(node, Kind.ROW))
         return f"row.{self.row[key][0]}"
 
-    # ---- Once an element ------------------------------------------------------------------------------
+    # ---- Once per element -----------------------------------------------------------------------------
 
     def term(self, step: Reduction) -> list[str]:
         lines = self.element_lines([step.value])
@@ -212,7 +212,7 @@ class _Emitter:
         return lines
 
     def element_lines(self, wanted: list[Node]) -> list[str]:
-        """The steps that the wanted values are made of, as constants."""
+        """Definitions of the constants that the wanted values need."""
         needed = [node for value in wanted for node in nodes_of(value)]
         for step in reversed(self.program.steps):
             if step.kind == Kind.ELEMENT and Reference(step.name, Kind.ELEMENT) in needed:
@@ -227,12 +227,12 @@ class _Emitter:
         return lines
 
     def full(self, node: Node) -> str:
-        """As a V, whatever it is."""
+        """A value of any kind as an expression of the vector type V."""
         text = self.spelled(node, Kind.ELEMENT)
         return text if node.kind == Kind.ELEMENT else f"spread<V>({text})"
 
     def spelled(self, node: Node, kind: Kind, least: int = 0) -> str:
-        """An fp32 value among values of a row or of elements. The text binds at least as tightly as `least`."""
+        """An fp32 value as part of an expression of `kind`. The text binds at least as tightly as `least`."""
         if node.kind == Kind.SCALAR:
             text = self.scalar(node)
             return _bound(text, _UNARY if text.startswith("-") else _ATOM, least)
@@ -256,7 +256,7 @@ class _Emitter:
         return self.infix(node, least, lambda operand, least: self.spelled(operand, kind, least))
 
     def infix(self, node: Operation, least: int, spell: Any) -> str:
-        """Operators bind to the left, as in Python: the order in which the rule was written."""
+        """A unary or binary operator. Operators bind to the left, as in Python, so the order is that of the rule."""
         if len(node.operands) == 1:
             return _bound(f"-{spell(node.operands[0], _ATOM)}", _UNARY, least)
         strength = _PRECEDENCE[node.operator]
@@ -279,14 +279,14 @@ def _local(name: str) -> str:
 
 
 def _unique(name: str, taken: Iterable[str]) -> str:
-    names, count, found = set(taken), 2, name
-    while found in names:
-        found, count = f"{name}_{count}", count + 1
-    return found
+    names, count, unique = set(taken), 2, name
+    while unique in names:
+        unique, count = f"{name}_{count}", count + 1
+    return unique
 
 
 def _slug(node: Node, otherwise: str) -> str:
-    """A name that says what an expression is, if it is short enough to be said."""
+    """A name that describes an expression, or `otherwise` if that would be too long."""
     words = "_".join(_words(node))
     return _field(words if 0 < len(words) <= LONGEST_NAME and re.fullmatch(r"[a-z]\w*", words) else otherwise)
 
@@ -306,7 +306,7 @@ def _words(node: Node) -> list[str]:
 
 
 def _fp32(value: float) -> str:
-    """The shortest literal that is the number rounded to fp32."""
+    """The shortest C++ literal whose value is the number rounded to fp32."""
     rounded = struct.unpack("f", struct.pack("f", value))[0]
     for digits in range(1, 10):
         text = f"{rounded:.{digits}g}"

@@ -1,7 +1,7 @@
 """The rule language: a few Python statements, parsed and checked here, and never executed.
 
 Statements assign (`=`, `+=`, `-=`, `*=`, `/=`) to `w`, a state, `g` or a local name; each sees what the ones before it
-assigned. docs/custom_rules.md tells users the rest.
+assigned. docs/custom_rules.md describes the language.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ RELATIONS: dict[type[ast.cmpop], str] = {
     ast.NotEq: "!=",
 }
 FUNCTIONS = {"sqrt": 1, "abs": 1, "sign": 1, "min": 2, "max": 2, "clip": 3, "where": 3}
-"""Elementwise functions, and how many arguments each takes."""
+"""Elementwise functions with the number of their arguments."""
 FOLDS: tuple[Fold, ...] = get_args(Fold)
 INEXACT = ("exp", "log", "pow", "exp2", "log2", "log10", "sin", "cos", "tan", "tanh", "sigmoid", "rsqrt", "erf")
-"""Functions that users ask for and that no two math libraries round alike."""
-GIVEN = ("w", "g", "lr", "t")
+"""Functions that users may expect but that math libraries round differently."""
+INPUTS = ("w", "g", "lr", "t")
 EXTENT_KINDS: dict[Extent, Kind] = {"row": Kind.ROW, "element": Kind.ELEMENT}
 EXTENTS: tuple[Extent, ...] = get_args(Extent)
 
@@ -61,7 +61,7 @@ _NAME_ALLOWED = "a name is at most 32 lower case letters, digits and single unde
 
 @lru_cache(maxsize=256)
 def program_of(rule: Rule) -> Program:
-    """The rule, checked. `RuleError` says what is wrong with it and where."""
+    """Parses and checks a rule; `RuleError` says what is wrong with it and where."""
     if not _RULE_NAME.fullmatch(rule.name):
         raise RuleError(
             f"rule name {rule.name!r} is not allowed; it is a letter, then at most 39 letters, digits and underscores"
@@ -70,7 +70,7 @@ def program_of(rule: Rule) -> Program:
 
 
 class _Parser:
-    """Walks the statements in order. `values` holds what every name stands for at that point."""
+    """Walks through the statements in order. `values` holds the current value of every name."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -119,16 +119,16 @@ class _Parser:
     def declared(self, what: str, name: str) -> None:
         self.check_name(what, name)
         if name in self.values or name in HYPER:
-            self.fail(f"{what} {name!r} is declared twice, or one of {', '.join(dict.fromkeys((*GIVEN, *HYPER)))}")
+            self.fail(f"{what} {name!r} is declared twice, or one of {', '.join(dict.fromkeys((*INPUTS, *HYPER)))}")
 
     def check_name(self, what: str, name: str) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 32:
             self.fail(f"{what} {name!r} is not a name; {_NAME_ALLOWED}")
         if name in FUNCTIONS or name in FOLDS or name in INEXACT:
-            self.fail(f"{what} {name!r} has the name of a function; choose another")
+            self.fail(f"{what} {name!r} has the name of a function; choose another name")
 
     def fresh(self, wish: str) -> str:
-        """A name for a step: the wish, with a number behind it if that is taken."""
+        """A name for a step: `wish`, or if that is taken, `wish` followed by a number."""
         name, count = wish, 2
         while name in self.taken:
             name, count = f"{wish}{count}", count + 1
@@ -152,13 +152,13 @@ class _Parser:
 
     def final(self, name: str) -> Reference:
         value = self.values[name]
-        assert isinstance(value, Reference)  # check_results saw to it
+        assert isinstance(value, Reference)  # check_results made sure of it
         return value
 
     # ---- Statements -----------------------------------------------------------------------------------
 
     def statement(self, line: str) -> str:
-        """Takes one line in; its uniform spelling."""
+        """Reads one line and returns its uniform spelling."""
         if len(line) > MAX_LINE_LENGTH:
             self.fail(f"it has {len(line)} characters; at most {MAX_LINE_LENGTH} are allowed")
         try:
@@ -166,7 +166,7 @@ class _Parser:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             self.fail(f"it cannot be read: {getattr(error, 'msg', error)}")
         if len(body) != 1:
-            self.fail(f"it holds {len(body)} statements; a line holds one")
+            self.fail(f"it has {len(body)} statements; write one per line")
         statement = body[0]
         count = sum(isinstance(node, ast.expr) for node in ast.walk(statement))
         if count > MAX_LINE_NODES:
@@ -183,7 +183,7 @@ class _Parser:
             value = self.expression(statement.value)
             self.assign(name, _operation(OPERATORS[type(statement.op)], self.values[name], value))
         else:
-            self.fail("it is no assignment; a line is `name = expression`, or has += -= *= /=")
+            self.fail("it is not an assignment; a line is `name = expression`, or has += -= *= /=")
         return ast.unparse(statement)
 
     def target(self, target: ast.expr) -> str:
@@ -191,7 +191,7 @@ class _Parser:
             self.fail(f"it assigns to {ast.unparse(target)!r}; allowed: w, g, a state, a local name")
         name = target.id
         if name in ("lr", "t") or name in self.rule.hyper:
-            self.fail(f"it assigns to {name!r}, which is given; allowed: w, g, a state, a local name")
+            self.fail(f"it assigns to {name!r}, which is read-only; allowed: w, g, a state, a local name")
         self.check_name("the local", name)
         return name
 
@@ -205,7 +205,7 @@ class _Parser:
                 self.fail(
                     f"state {name!r} is per row and cannot hold a value per element; reduce it by sum, mean or norm"
                 )
-        local = name not in self.states and name not in GIVEN
+        local = name not in self.states and name not in INPUTS
         self.values[name] = self.define(name if local else f"{name}_new", value, kind)
 
     def define(self, wish: str, value: Node, kind: Kind) -> Reference:
@@ -214,7 +214,7 @@ class _Parser:
         return Reference(step.name, kind)
 
     def named(self, wish: str, value: Node) -> Node:
-        """The value as something that can be used twice and is computed once."""
+        """The value, stored under a name if it is an expression, so that it can be used twice and is computed once."""
         return self.define(wish, value, value.kind) if isinstance(value, Operation | Choice) else value
 
     # ---- Expressions ----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class _Parser:
             return self.call(node)
         if isinstance(node, ast.Compare):
             self.fail(
-                f"the comparison {ast.unparse(node)!r} stands alone; it can only be the condition of where(c, a, b)"
+                f"the comparison {ast.unparse(node)!r} is not allowed here; only as the condition of where(c, a, b)"
             )
         self.fail(
             f"{ast.unparse(node)!r} ({type(node).__name__}) is not in the language; allowed: numbers, names, + - * /, "
@@ -246,7 +246,7 @@ class _Parser:
 
     def number(self, value: object) -> Number:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            self.fail(f"{value!r} is no number")
+            self.fail(f"{value!r} is not a number")
         if abs(value) > LARGEST_FP32:
             self.fail(f"{str(value)[:24]} is not a finite fp32 number")
         return Number(float(value))
@@ -287,10 +287,10 @@ class _Parser:
         if name not in FUNCTIONS and name not in FOLDS:
             self.fail(f"function {name!r} is not known; allowed: {self.functions()}")
         if node.keywords or any(isinstance(argument, ast.Starred) for argument in node.args):
-            self.fail(f"{ast.unparse(node)!r}: arguments are plain expressions, without names or stars")
-        wanted = FUNCTIONS.get(name, 1)
-        if len(node.args) != wanted:
-            self.fail(f"{name}() takes {wanted} argument{'s' * (wanted > 1)}, not {len(node.args)}")
+            self.fail(f"{ast.unparse(node)!r}: arguments are plain expressions, not name=value or *values")
+        count = FUNCTIONS.get(name, 1)
+        if len(node.args) != count:
+            self.fail(f"{name}() takes {count} argument{'s' * (count > 1)}, not {len(node.args)}")
         if name == "where":
             return self.where(node)
         arguments = [self.expression(argument) for argument in node.args]
@@ -329,7 +329,7 @@ class _Parser:
         self.steps.append(Reduction(name, fold, value, text))
         return Reference(name, Kind.ROW)
 
-    # ---- What messages list ---------------------------------------------------------------------------
+    # ---- Lists for messages ---------------------------------------------------------------------------
 
     def known(self) -> str:
         return ", ".join(self.values)
@@ -339,7 +339,7 @@ class _Parser:
 
 
 def _needed(steps: list[Step], results: tuple[tuple[str, Reference], ...]) -> tuple[Step, ...]:
-    """The steps that the results are made of, in order."""
+    """The steps that the results depend on, in order."""
     wanted = {reference.name for _, reference in results}
     kept: list[Step] = []
     for step in reversed(steps):

@@ -1,6 +1,6 @@
-"""What a checked rule is: a list of steps, each of which gives a name to a number, a row's number or an element's.
+"""The form of a checked rule: a list of steps, each of which names a value of the call, of a row or of an element.
 
-Names are given once (a second assignment makes a new name), so a step means the same wherever it is computed.
+Each name is assigned once (a second assignment makes a new name), so a step means the same wherever it is computed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ class Kind(IntEnum):
     """How often a value exists. An operation has the largest kind of its operands."""
 
     SCALAR = 0
-    """Once a call: made of `lr`, `t`, hyper numbers and literals, in fp64; rounded to fp32 where it meets others."""
+    """Once per call: computed in fp64 from `lr`, `t`, hyper numbers and literals; rounded to fp32 where a row or an
+    element uses it."""
     ROW = 1
-    """Once a row, fp32."""
+    """Once per row, in fp32."""
     ELEMENT = 2
-    """Once an element, fp32."""
+    """Once per element, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Input:
-    """What the rule is given: `lr`, `t`, a hyper number, `g`, `w`, or a state as it was."""
+    """A value that exists before the rule runs: `lr`, `t`, a hyper number, `g`, `w`, or an old state."""
 
     name: str
     kind: Kind
@@ -59,7 +60,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Choice:
-    """`yes` where `left relation right`, else `no`. Both are computed."""
+    """`yes` where `left relation right` is true, otherwise `no`. Both are computed."""
 
     relation: str
     left: Node
@@ -88,13 +89,13 @@ class Definition:
 
 @dataclass(frozen=True)
 class Reduction:
-    """`name = fold(value)`: the row's number from its elements."""
+    """`name = fold(value)`: one number of a row, computed from its elements."""
 
     name: str
     fold: Fold
     value: Node
     text: str
-    """As the rule has it."""
+    """The expression as the rule has it, for comments."""
     kind: Kind = Kind.ROW
 
 
@@ -103,11 +104,11 @@ Step = Definition | Reduction
 
 @dataclass(frozen=True)
 class Program:
-    """A rule that was checked. `results` are the steps that hold the new `w` and the new states, in that order."""
+    """A checked rule. `results` refer to the steps that hold the new `w` and the new states, in that order."""
 
     rule: Rule
     lines: tuple[str, ...]
-    """The rule's statements, spelled uniformly."""
+    """The rule's statements in a uniform spelling."""
     steps: tuple[Step, ...]
     results: tuple[tuple[str, Reference], ...]
 

@@ -1,4 +1,4 @@
-"""A rule as a plan carries it: plain text and names, checked by `codegen/rules/language.py`."""
+"""An update rule as it is stored in a plan: plain text and names, which `codegen/rules/language.py` checks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 from embforge.codegen.errors import RuleError
 
 Extent = Literal["element", "row"]
-"""How much a state holds: a number an element of the table, or one a row."""
+"""How many numbers a state has: one per element of the table, or one per row."""
 Rounding = Literal["stochastic", "nearest"]
-"""How rows of narrow tables are stored. fp32 rows need no rounding."""
+"""How rows of tables narrower than fp32 are rounded when they are stored."""
 
 HYPER = ("lr", "grad_scale")
-"""The first words of the fp64 `hyper` array of a call; a rule's own follow. `grad_scale` is what the loss was
-multiplied by, and asks for a check that all gradients are finite; 0: neither."""
+"""The first numbers of the fp64 `hyper` array of a call; a rule's own follow. `grad_scale` is the factor of a scaled
+loss, and then all gradients are checked to be finite; 0 means that the loss is not scaled and nothing is checked."""
 COUNTERS = ("step", "seed")
 """The int64 `counters` of a call: updates done so far (a rule's `t` is one more), and stochastic rounding's key."""
 
@@ -29,18 +29,18 @@ class State:
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to a row once its gradient is known. `lines` are statements of the rule language."""
+    """How a row and its states change when its gradient is known. `lines` are statements of the rule language."""
 
     name: str
     lines: tuple[str, ...]
     states: tuple[State, ...] = ()
     hyper: tuple[str, ...] = ()
-    """Names of numbers beside `lr` and `t`, in the order in which `hyper` holds them behind `HYPER`."""
+    """Names of the rule's numbers other than `lr` and `t`, in their order in the `hyper` array, after `HYPER`."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """A rule, and how its new rows are rounded to the table's format."""
+    """A rule together with the way in which new rows are rounded to the table's format."""
 
     rule: Rule
     rounding: Rounding = "stochastic"
@@ -51,22 +51,22 @@ class Update:
 
     @classmethod
     def from_dict(cls, data: Any) -> Update:
-        """`RuleError` names what has the wrong type. What the rule says is not checked here."""
+        """The update that `to_dict` wrote; `RuleError` names a field of the wrong type. It does not check the lines."""
         rule = _field(data, "rule", dict)
         lines, states, hyper = (_field(rule, key, list | tuple) for key in ("lines", "states", "hyper"))
         for text in (*lines, *hyper):
             if not isinstance(text, str):
-                raise RuleError(f"{text!r} among lines or hyper numbers is not allowed; texts are")
-        kept = tuple(State(_field(state, "name", str), _field(state, "extent", str)) for state in states)
+                raise RuleError(f"{text!r} among lines or hyper numbers is not allowed; allowed: texts")
+        of_rule = tuple(State(_field(state, "name", str), _field(state, "extent", str)) for state in states)
         rounding = _field(data, "rounding", str)
         if rounding not in get_args(Rounding):
             raise RuleError(f"rounding={rounding!r} is not allowed; allowed: {', '.join(get_args(Rounding))}")
-        return cls(Rule(_field(rule, "name", str), tuple(lines), kept, tuple(hyper)), rounding)
+        return cls(Rule(_field(rule, "name", str), tuple(lines), of_rule, tuple(hyper)), rounding)
 
 
 def _field(data: Any, key: str, kind: Any) -> Any:
     if not isinstance(data, dict) or not isinstance(data.get(key), kind):
-        found = repr(data.get(key)) if isinstance(data, dict) else f"missing in {data!r}"
-        wanted = {str: "a text", dict: "an object"}.get(kind, "a list")
-        raise RuleError(f"{key!r} is {found[:80]}; it must be {wanted}")
+        actual = repr(data.get(key)) if isinstance(data, dict) else f"missing in {data!r}"
+        expected = {str: "a text", dict: "an object"}.get(kind, "a list")
+        raise RuleError(f"{key!r} is {actual[:80]}; it must be {expected}")
     return data[key]

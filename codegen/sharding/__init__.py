@@ -1,1 +1,1 @@
-"""Which rank holds which rows and columns, and what that makes the ranks send to each other. Pure data, no torch."""
+"""Which rank holds which rows and columns, and what ranks therefore send to each other. Pure data, no torch."""

@@ -1,9 +1,9 @@
-"""What a placement makes ranks send and hold: streams of ids, each rank's own collection, and where results go.
+"""What follows from a placement: streams of ids between ranks, each rank's own collection, and the places of results.
 
-    ids      feature ─► streams, one a (bucketing, shard) ─► blocks, one a destination ─► all-to-all
+    ids      feature ─► streams, one per (bucketing, shard) ─► blocks, one per destination ─► all-to-all
     vectors  rank's own collection ─► rows [samples of all ranks, its columns] ─► all-to-all ─► columns of the result
 
-Every rank derives the same geometry from the same placement, so sizes are all that ranks must tell each other.
+Every rank derives the same geometry from the same placement, so ranks only have to exchange sizes.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ from functools import cached_property
 
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.sharding.placement import Piece, Placement, Rows, TablePlacement
-from embforge.codegen.spec import CollectionSpec, FeatureSpec, Pooling, TableSpec
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
-SEQUENCE_POOLINGS = ("none", "concat")
-"""Features whose rows travel one by one; of all others one partial pool a bag and shard does."""
-SUMMED_POOLINGS = ("sum", "mean", "sqrtn")
-"""Features whose partial pools may be added up on their way. Maxima are not: their winner must be known at the end."""
 INT32_ROWS = 2**31 - 1
 NO_ROW = -1
-"""What travels in the place of an id that is no row."""
+"""Sent instead of an id that is not a row."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Ids of one feature that go to one rank: those of one row shard, as rows of that shard."""
+    """The ids of one feature that are sent to one rank: those of one row shard, as row numbers of that shard."""
 
     feature: int
     rank: int
     rows: Rows
     sequence: bool
+    """Whether rows travel one by one, because they are not pooled; otherwise one partial pool per bag and shard."""
     weighted: bool
-    """Whether weights travel with the ids: of pooled features only."""
+    """Whether weights travel with the ids; only for pooled features."""
 
 
 @dataclass(frozen=True)
 class Bucketing:
-    """One way in which a feature's ids are spread: shard r of the rows to `streams[r]` (indices of
+    """One way in which a feature's ids are distributed: ids of row shard r go to `streams[r]` (an index of
     `Geometry.streams`)."""
 
     feature: int
@@ -47,25 +44,25 @@ class Bucketing:
 
 @dataclass(frozen=True)
 class LocalFeature:
-    """A feature of a rank's own collection: columns of a feature of the whole, for the ids of one stream."""
+    """A feature of a rank's own collection: columns of a feature of the whole collection, for one stream of ids."""
 
     stream: int
     feature: int
     piece: int
     table: int
-    """In the rank's own collection."""
+    """The index of its table in the rank's own collection."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """A rank's own collection: what its lookup and update kernels are made for."""
+    """A rank's own collection, for which its lookup and update kernels are made."""
 
     spec: CollectionSpec
     features: tuple[LocalFeature, ...]
-    """In the order of `spec.features`: first those whose results take the direct way, then the hierarchical ones."""
+    """In the order of `spec.features`: first those whose results are sent directly, then the hierarchical ones."""
     layout: CollectionLayout
     direct_width: int
-    """Columns of the pooled result that take the direct way; hierarchical ones stand behind them."""
+    """How many columns of the pooled result are sent directly; the hierarchical ones follow them."""
     wholes: tuple[str, ...]
     """For each table of `spec`, the table whose shard it is."""
 
@@ -76,7 +73,7 @@ class Local:
 
 @dataclass(frozen=True)
 class DirectFeature:
-    """Columns of a rank's pooled result that go straight to the ranks of the samples."""
+    """Columns of a rank's pooled result that are sent directly to the ranks of the samples."""
 
     rank: int
     stream: int
@@ -86,15 +83,14 @@ class DirectFeature:
 
 @dataclass(frozen=True)
 class PooledPiece:
-    """Columns of the pooled result: the partial pools of every row shard, and where they stand in their owner's
-    rows."""
+    """Columns of the pooled result, with the partial pools of every row shard and their columns in owners' results."""
 
     feature: int
     column: int
     width: int
     owners: tuple[int, ...]
     owner_columns: tuple[int, ...]
-    """Of the owner's pooled result."""
+    """For each owner, the first of these columns in its pooled result."""
     streams: tuple[int, ...]
     hierarchical: bool
 
@@ -109,16 +105,16 @@ class SequencePiece:
     streams: tuple[int, ...]
     owners: tuple[int, ...]
     local_features: tuple[int, ...]
-    """Of each owner's own collection."""
+    """For each owner, the index of the feature in its own collection."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All that follows from a placement alone."""
+    """Everything that follows from a placement alone."""
 
     placement: Placement
     bases: tuple[int, ...] = ()
-    """Of each feature, where its ids begin among the rows of its table, if they are not the whole table's."""
+    """For each feature, the row of its table that its id 0 means; empty if that is row 0 for all features."""
 
     @property
     def spec(self) -> CollectionSpec:
@@ -143,16 +139,16 @@ class Geometry:
     @cached_property
     def _spread(self) -> tuple[tuple[Stream, ...], dict[tuple[int, int, int, int], int]]:
         """Streams by destination and feature; and their index by (feature, rank, shards, shard)."""
-        found: dict[tuple[int, int, int, int], Stream] = {}
+        streams: dict[tuple[int, int, int, int], Stream] = {}
         for index, feature in enumerate(self.spec.features):
             placed = self.placement.by_name[feature.table]
-            sequence = feature.pooling in SEQUENCE_POOLINGS
+            sequence = not feature.kind.pooled
             for piece in placed.pieces:
                 for shard, rank in enumerate(piece.owners):
                     stream = Stream(index, rank, placed.rows(piece, shard), sequence, feature.weighted and not sequence)
-                    found[index, rank, len(piece.owners), shard] = stream
-        keys = sorted(found, key=lambda key: (key[1], key[0], key[2:]))
-        return tuple(found[key] for key in keys), {key: place for place, key in enumerate(keys)}
+                    streams[index, rank, len(piece.owners), shard] = stream
+        keys = sorted(streams, key=lambda key: (key[1], key[0], key[2:]))
+        return tuple(streams[key] for key in keys), {key: place for place, key in enumerate(keys)}
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -161,7 +157,7 @@ class Geometry:
 
     @cached_property
     def streams_to(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the streams that go to it."""
+        """For each rank, the streams that go to it."""
         by_rank: list[list[int]] = [[] for _ in range(self.world_size)]
         for index, stream in enumerate(self.streams):
             by_rank[stream.rank].append(index)
@@ -169,41 +165,41 @@ class Geometry:
 
     @cached_property
     def _shard_streams(self) -> dict[tuple[int, tuple[int, ...]], tuple[int, ...]]:
-        """By feature and owners of a piece."""
+        """A cache of `_streams_of`, by feature and owners of a piece."""
         return {}
 
     def _streams_of(self, feature: int, piece: Piece) -> tuple[int, ...]:
-        found = self._shard_streams.get((feature, piece.owners))
-        if found is None:
-            places, count = self._spread[1], len(piece.owners)
-            found = tuple(places[feature, rank, count, shard] for shard, rank in enumerate(piece.owners))
-            self._shard_streams[feature, piece.owners] = found
-        return found
+        streams = self._shard_streams.get((feature, piece.owners))
+        if streams is None:
+            index_of, count = self._spread[1], len(piece.owners)
+            streams = tuple(index_of[feature, rank, count, shard] for shard, rank in enumerate(piece.owners))
+            self._shard_streams[feature, piece.owners] = streams
+        return streams
 
     @cached_property
     def bucketings(self) -> tuple[Bucketing, ...]:
-        """All of them, by feature. Pieces that lie on the same ranks share one."""
-        found = {
+        """All bucketings, by feature. Pieces on the same ranks share one."""
+        different = {
             Bucketing(index, self._streams_of(index, piece)): None
             for index, feature in enumerate(self.spec.features)
             for piece in self.placement.by_name[feature.table].pieces
         }
-        return tuple(found)
+        return tuple(different)
 
     @cached_property
     def direct_features(self) -> tuple[DirectFeature, ...]:
-        """All pooled features of ranks' own collections whose results take the direct way, by rank and column."""
+        """All pooled features of ranks' own collections whose results are sent directly, by rank and column."""
         return tuple(
-            DirectFeature(rank, found.stream, placed.column, placed.width)
+            DirectFeature(rank, feature.stream, slot.column, slot.width)
             for rank, local in enumerate(self.locals)
             if local is not None
-            for placed, found in zip(local.layout.features, local.features, strict=True)
-            if placed.column is not None and placed.column < local.direct_width
+            for slot, feature in zip(local.layout.features, local.features, strict=True)
+            if slot.column is not None and slot.column < local.direct_width
         )
 
     @cached_property
     def direct_columns(self) -> tuple[int, ...]:
-        """Of each stream the columns of its pools that take the direct way back."""
+        """For each stream, how many columns of its pools are sent back directly."""
         columns = [0] * len(self.streams)
         for feature in self.direct_features:
             columns[feature.stream] += feature.width
@@ -211,17 +207,17 @@ class Geometry:
 
     @cached_property
     def asking_to(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the streams that go to it whose pools can be asked for."""
+        """For each rank, those streams to it whose pools can be requested one by one."""
         return tuple(tuple(t for t in streams if self.direct_columns[t]) for streams in self.streams_to)
 
     @cached_property
     def wide_ids(self) -> bool:
-        """Whether rows of a shard do not fit 32 bits."""
+        """Whether row numbers of some shard do not fit into 32 bits."""
         return any(stream.rows.capacity > INT32_ROWS for stream in self.streams)
 
     @property
     def id_dtype(self) -> str:
-        """Of rows on the wire and in ranks' own collections."""
+        """The type of row numbers between ranks and in ranks' own collections."""
         return "int64" if self.wide_ids else "int32"
 
     @cached_property
@@ -231,85 +227,85 @@ class Geometry:
 
     @cached_property
     def locals(self) -> tuple[Local | None, ...]:
-        """Each rank's own collection; None: it holds nothing."""
+        """Each rank's own collection; None for a rank that holds nothing."""
         return tuple(self._local(rank) for rank in range(self.world_size))
 
     @cached_property
     def _held(self) -> list[list[tuple[str, int, int]]]:
-        """Of each rank: table, piece and row shard of all that it holds."""
-        found: list[list[tuple[str, int, int]]] = [[] for _ in range(self.world_size)]
+        """For each rank, the (table, piece, row shard) of everything that it holds."""
+        held: list[list[tuple[str, int, int]]] = [[] for _ in range(self.world_size)]
         for placed in self.placement.tables:
             for number, piece in enumerate(placed.pieces):
                 for shard, rank in enumerate(piece.owners):
-                    found[rank].append((placed.table.name, number, shard))
-        return found
+                    held[rank].append((placed.table.name, number, shard))
+        return held
 
     def _local(self, rank: int) -> Local | None:
         tables: list[TableSpec] = []
         shards: dict[str, list[tuple[int, int, int]]] = {}
-        """Of each table that has shards here: piece, row shard, and table of the own collection."""
+        """For each table with shards on this rank: piece, row shard, and index in the rank's own collection."""
         for name, number, shard in self._held[rank]:
             shards.setdefault(name, []).append((number, shard, len(tables)))
             tables.append(_local_table(self.placement.by_name[name], number, shard))
-        found: list[tuple[LocalFeature, FeatureSpec, bool]] = []
+        entries: list[tuple[LocalFeature, FeatureSpec, bool]] = []
         for index, feature in enumerate(self.spec.features):
             placed, base = self.placement.by_name[feature.table], self.bases[index] if self.bases else 0
             for number, shard, table in shards.get(feature.table, ()):
                 stream = self._streams_of(index, placed.pieces[number])[shard]
-                made = _local_feature(feature, placed, number, shard, tables[table].name, base)
+                feature_spec = _local_feature(feature, placed, number, shard, tables[table].name, base)
                 local = LocalFeature(stream, index, number, table)
-                found.append((local, made, placed.hierarchical and feature.pooling in SUMMED_POOLINGS))
-        if not found:
+                entries.append((local, feature_spec, is_hierarchical(feature, placed)))
+        if not entries:
             return None
-        found.sort(key=lambda entry: entry[2])  # stable: features of a table keep their order
-        spec = CollectionSpec(tuple(tables), tuple(made for _, made, _ in found), name=self.spec.name)
+        entries.sort(key=lambda entry: entry[2])  # stable: features of a table keep their order
+        spec = CollectionSpec(tuple(tables), tuple(entry[1] for entry in entries), name=self.spec.name)
         layout = layout_of(spec)
-        behind = sum(layout.features[i].width for i, entry in enumerate(found) if entry[2])
+        hierarchical = sum(layout.features[i].width for i, entry in enumerate(entries) if entry[2])
         wholes = tuple(name for name, _, _ in self._held[rank])
-        return Local(spec, tuple(local for local, _, _ in found), layout, layout.output_width - behind, wholes)
+        return Local(spec, tuple(entry[0] for entry in entries), layout, layout.output_width - hierarchical, wholes)
 
     @cached_property
     def _local_index(self) -> dict[tuple[int, int, int], int]:
-        """By (rank, feature, piece): which feature of the rank's own collection that is."""
+        """By (rank, feature, piece): the index of that feature in the rank's own collection."""
         return {
-            (rank, found.feature, found.piece): index
+            (rank, feature.feature, feature.piece): index
             for rank, local in enumerate(self.locals)
             if local is not None
-            for index, found in enumerate(local.features)
+            for index, feature in enumerate(local.features)
         }
 
     @cached_property
     def pooled_pieces(self) -> tuple[PooledPiece, ...]:
-        """In the order of the result's columns."""
-        found = []
-        for placed in self.layout.features:
-            table = self.placement.by_name[placed.feature.table]
-            if placed.feature.pooling in SEQUENCE_POOLINGS or placed.column is None:
+        """All pooled pieces, in the order of the result's columns."""
+        pieces = []
+        for slot in self.layout.features:
+            table = self.placement.by_name[slot.feature.table]
+            if not slot.feature.kind.pooled or slot.column is None:
                 continue
             for number, piece in enumerate(table.pieces):
                 columns = []
                 for rank in piece.owners:
                     local = self.locals[rank]
                     assert local is not None
-                    column = local.layout.features[self._local_index[rank, placed.index, number]].column
+                    column = local.layout.features[self._local_index[rank, slot.index, number]].column
                     assert column is not None
                     columns.append(column)
-                found.append(
+                pieces.append(
                     PooledPiece(
-                        placed.index,
-                        placed.column + piece.begin,
+                        slot.index,
+                        slot.column + piece.begin,
                         piece.width,
                         piece.owners,
                         tuple(columns),
-                        self._streams_of(placed.index, piece),
-                        table.hierarchical and placed.feature.pooling in SUMMED_POOLINGS,
+                        self._streams_of(slot.index, piece),
+                        is_hierarchical(slot.feature, table),
                     )
                 )
-        return tuple(found)
+        return tuple(pieces)
 
     @cached_property
     def sequence_pieces(self) -> tuple[SequencePiece, ...]:
-        """By feature and column."""
+        """All sequence pieces, by feature and column."""
         return tuple(
             SequencePiece(
                 index,
@@ -320,13 +316,19 @@ class Geometry:
                 tuple(self._local_index[rank, index, number] for rank in piece.owners),
             )
             for index, feature in enumerate(self.spec.features)
-            if feature.pooling in SEQUENCE_POOLINGS
+            if not feature.kind.pooled
             for number, piece in enumerate(self.placement.by_name[feature.table].pieces)
         )
 
 
+def is_hierarchical(feature: FeatureSpec, placed: TablePlacement) -> bool:
+    """Whether a feature's partial pools are added up within nodes on their way. Maxima and minima are not: the rank of
+    the sample must know which shard won, so they are sent directly."""
+    return placed.hierarchical and feature.kind.sums
+
+
 def piece_name(placed: TablePlacement, number: int) -> str:
-    """What a piece of a table is called in a rank's own collection."""
+    """The name of a piece of a table in a rank's own collection."""
     return f"{placed.table.name}.{number}" if placed.columns_split else placed.table.name
 
 
@@ -341,20 +343,21 @@ def _local_table(placed: TablePlacement, number: int, shard: int) -> TableSpec:
 def _local_feature(
     feature: FeatureSpec, placed: TablePlacement, number: int, shard: int, table: str, base: int
 ) -> FeatureSpec:
-    """Sums and maxima of what a shard holds; division, weights of rows and places in a bag are the sender's work."""
+    """The feature that a shard looks up: it combines the rows that it holds, or returns each of them. The sender
+    divides, multiplies rows by weights, and puts them in their places in a bag."""
     name = f"{feature.name}.{number}" if placed.columns_split else feature.name
     all_rows = range(placed.table.num_embeddings)
-    if feature.pooling in SEQUENCE_POOLINGS:
-        # The sender leaves padding out of bags that several ranks pool. Here its row is wanted, and must not be
-        # trained.
+    partial = feature.kind.partial.name
+    if not feature.kind.pooled:
+        # The sender leaves padding out of bags that several ranks pool. Here the row of padding is looked up, but must
+        # not be trained.
         rows = placed.rows(placed.pieces[number], shard)
         padding = feature.padding_idx
         padding = rows.local(padding) if padding is not None and padding in all_rows else None
-        return FeatureSpec(name, table, "none", padding_idx=padding)
-    pooling: Pooling = "max" if feature.pooling == "max" else "sum"
-    # A bag that one rank pools goes there as it is, so that its chunks of the canonical sum are what they were.
+        return FeatureSpec(name, table, partial, padding_idx=padding)
+    # A bag that one rank pools is sent unchanged, so that its chunks of the canonical sum stay the same.
     whole = len(placed.pieces[number].owners) == 1
     padding = feature.padding_idx if whole else None
     if padding is not None:
         padding = padding + base if padding in all_rows else NO_ROW
-    return FeatureSpec(name, table, pooling, feature.weighted, feature.hotness, padding)
+    return FeatureSpec(name, table, partial, feature.weighted, feature.hotness, padding)

@@ -1,25 +1,25 @@
-"""How one table may be spread over ranks, and the plan that says it of every table of a collection."""
+"""The ways in which a table can be spread over ranks, and the shard plan, which names one for every table."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from embforge.codegen.reading.documents import shown
 from embforge.codegen.errors import PlanError
-from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.reading.documents import shown
 from embforge.codegen.reading.suggestions import did_you_mean
+from embforge.codegen.spec import CollectionSpec
 
 if TYPE_CHECKING:
     from embforge.codegen.planner.topology import Topology
 
 By = Literal["modulo", "block"]
 BYS: tuple[str, ...] = get_args(By)
-"""Which row goes to which shard of n: `row % n`, or consecutive blocks of ceil(rows / n)."""
+"""The shard of a row among n shards: `row % n`, or consecutive blocks of ceil(rows / n) rows."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class TableWise:
-    """The whole table on one rank. None: where the least work is."""
+    """The whole table on one rank; None: on the rank with the least work."""
 
     name: ClassVar[str] = "table_wise"
     rank: int | None = None
@@ -39,7 +39,7 @@ class TableWise:
 
 @dataclass(frozen=True)
 class RowWise:
-    """Rows over ranks. `ranks`: those that hold some, in the order of the shards; None: all."""
+    """Rows spread over ranks. `ranks` are those that hold a shard, in the order of the shards; None: all ranks."""
 
     name: ClassVar[str] = "row_wise"
     by: By = "modulo"
@@ -48,9 +48,11 @@ class RowWise:
 
 @dataclass(frozen=True)
 class ColumnWise:
-    """Columns over ranks. `pieces`: how many pieces; None: one a rank, of four columns at least where there are so
-    many.
-    `ranks`: who holds them; None: spread so that all ranks hold about as many columns."""
+    """Columns spread over ranks.
+
+    `pieces` is the number of pieces; None: one per rank, of at least four columns unless the table has fewer. `ranks`
+    are the holders of the pieces; None: chosen so that all ranks hold about as many columns.
+    """
 
     name: ClassVar[str] = "column_wise"
     pieces: int | None = None
@@ -59,8 +61,10 @@ class ColumnWise:
 
 @dataclass(frozen=True)
 class Grid:
-    """Columns in pieces, the rows of each piece over a part of the ranks. None: a piece a node; two on a single
-    node."""
+    """Columns split into pieces, and the rows of each piece spread over a part of the ranks.
+
+    `pieces` is the number of pieces; None: one per node, or two on a single node.
+    """
 
     name: ClassVar[str] = "grid"
     pieces: int | None = None
@@ -69,8 +73,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """Rows over all ranks; partial pools are added up inside a node before they go to other nodes, each by the link of
-    its own local rank."""
+    """Rows spread over all ranks. Partial pools are added up inside a node before they are sent to other nodes, each by
+    the link of its own local rank."""
 
     name: ClassVar[str] = "hierarchical"
     by: By = "modulo"
@@ -80,31 +84,31 @@ Kind = DataParallel | TableWise | RowWise | ColumnWise | Grid | Hierarchical
 KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in get_args(Kind)}
 
 
-def kind_of(table: str, given: Any) -> Kind:
-    """The kind that a plan names for a table: an object of a kind, or the name of one."""
-    if isinstance(given, str) and given in KINDS:
-        return KINDS[given]()
-    if not isinstance(given, get_args(Kind)):
-        hint = did_you_mean(given, KINDS)
+def kind_of(table: str, value: Any) -> Kind:
+    """The kind that a plan's value means for a table: the value may be an object of a kind, or the name of one."""
+    if isinstance(value, str) and value in KINDS:
+        return KINDS[value]()
+    if not isinstance(value, get_args(Kind)):
+        hint = did_you_mean(value, KINDS)
         raise PlanError(
-            f"shard plan: table {table!r}: kind {given!r} is not known{hint}; allowed: {', '.join(KINDS)}, or an "
+            f"shard plan: table {table!r}: kind {value!r} is not known{hint}; allowed: {', '.join(KINDS)}, or an "
             f"object of {', '.join(kind.__name__ for kind in KINDS.values())}"
         )
-    _check_numbers(table, given)
-    kind: Kind = given
+    _check_numbers(table, value)
+    kind: Kind = value
     return kind
 
 
 @dataclass(frozen=True, init=False)
 class ShardPlan:
-    """A kind for every table: `ShardPlan({"users": "row_wise", "countries": DataParallel()})`.
+    """A kind of sharding for every table: `ShardPlan({"users": "row_wise", "countries": DataParallel()})`.
 
-    It knows no number of ranks; `place` puts it on some.
+    It does not depend on the number of ranks; `place` applies it to one.
     """
 
     kinds: tuple[tuple[str, Kind], ...]
     explanation: str = ""
-    """Why, where `auto` made it. No part of the plan's hash."""
+    """Why each table has its kind, if `auto` made the plan. It is not part of the plan's hash."""
 
     def __init__(self, kinds: Mapping[str, Any], explanation: str = "") -> None:
         if not isinstance(kinds, Mapping):
@@ -123,54 +127,54 @@ class ShardPlan:
 
     @classmethod
     def table_wise(cls, spec: CollectionSpec) -> ShardPlan:
-        """Whole tables, spread over the ranks."""
+        """Every table whole on one rank, tables spread over the ranks."""
         return cls._all(spec, TableWise())
 
     @classmethod
     def row_wise(cls, spec: CollectionSpec, by: By = "modulo") -> ShardPlan:
-        """The rows of every table over all ranks."""
+        """The rows of every table spread over all ranks."""
         return cls._all(spec, RowWise(by))
 
     @classmethod
     def column_wise(cls, spec: CollectionSpec, pieces: int | None = None) -> ShardPlan:
-        """The columns of every table over the ranks."""
+        """The columns of every table spread over the ranks."""
         return cls._all(spec, ColumnWise(pieces))
 
     @classmethod
     def grid(cls, spec: CollectionSpec, pieces: int | None = None, by: By = "modulo") -> ShardPlan:
-        """Columns of every table in pieces, rows of each piece over a part of the ranks."""
+        """Columns of every table split into pieces, and the rows of each piece spread over a part of the ranks."""
         return cls._all(spec, Grid(pieces, by))
 
     @classmethod
     def hierarchical(cls, spec: CollectionSpec, by: By = "modulo") -> ShardPlan:
-        """The rows of every table over all ranks, partial pools added up inside nodes first."""
+        """The rows of every table spread over all ranks; partial pools are added up inside nodes first."""
         return cls._all(spec, Hierarchical(by))
 
     @classmethod
     def auto(cls, spec: CollectionSpec, topology: Topology, **options: Any) -> ShardPlan:
-        """The plan that the cost model expects to be fastest among those that fit; see `sharding/auto.py`."""
-        from embforge.codegen.planner.search import auto_plan
+        """The plan that the cost model expects to be fastest among those that fit; see `planner/search.py`."""
+        from embforge.codegen.planner.search import choose
 
-        return auto_plan(spec, topology, **options)
+        return choose(spec, topology, **options).plan
 
     @classmethod
     def _all(cls, spec: CollectionSpec, kind: Kind) -> ShardPlan:
         return cls({table.name: kind for table in spec.tables})
 
     def kind(self, table: str) -> Kind:
-        """What the plan says of a table."""
+        """The kind of a table; `PlanError` if the plan does not name it."""
         for name, kind in self.kinds:
             if name == table:
                 return kind
         raise PlanError(f"shard plan: no kind for table {table!r}; it names {', '.join(n for n, _ in self.kinds)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, by table."""
+        """The plan as plain data, by table."""
         return {name: {"kind": kind.name, **asdict(kind)} for name, kind in self.kinds}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Mapping[str, Any]]) -> ShardPlan:
-        """What `to_dict` gave."""
+        """The plan of which `to_dict` returned the data."""
         if not isinstance(data, Mapping):
             raise PlanError(f"shard plan: got {shown(data)}; allowed: a mapping from tables to the data of their kinds")
         kinds: dict[str, Kind] = {}
@@ -181,11 +185,12 @@ class ShardPlan:
             kind = KINDS.get(str(entry.get("kind")))
             if kind is None or not set(values) <= {field.name for field in dataclass_fields(kind)}:
                 raise PlanError(f"shard plan: table {table!r}: {shown(dict(entry))} is not a kind's data")
-            kinds[table] = kind(**values)  # type: ignore[arg-type]
+            make: Callable[..., Kind] = kind  # it has these fields; `ShardPlan` checks the values
+            kinds[table] = make(**values)
         return cls(kinds)
 
     def digest(self) -> str:
-        """Equal for equal plans: what ranks compare before they begin."""
+        """A hash that is equal for equal plans; ranks compare it before they begin."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -195,9 +200,9 @@ def _check_numbers(table: str, kind: Kind) -> None:
     if by is not None and by not in BYS:
         raise PlanError(f"{where}: by={shown(by)} is not known; allowed: {', '.join(BYS)}")
     if pieces is not None and (type(pieces) is not int or pieces < 1):
-        raise PlanError(f"{where}: pieces={shown(pieces)} is not allowed; a whole number, 1 at least")
+        raise PlanError(f"{where}: pieces={shown(pieces)} is not allowed; allowed: a whole number, at least 1")
     if ranks is not None and not _are_ranks(ranks):
-        raise PlanError(f"{where}: ranks={shown(ranks)} is not allowed; different ranks, one at least")
+        raise PlanError(f"{where}: ranks={shown(ranks)} is not allowed; allowed: different ranks, at least one")
 
 
 def _are_ranks(value: Any) -> bool:

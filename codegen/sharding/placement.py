@@ -1,4 +1,4 @@
-"""A shard plan on so many ranks: which rank holds which rows of which columns of every table."""
+"""A shard plan applied to a number of ranks: which rank holds which rows of which columns of every table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from embforge.codegen.sharding.kinds import By, ColumnWise, DataParallel, Grid, 
 from embforge.codegen.spec import CollectionSpec, TableSpec
 
 COLUMN_UNIT = 4
-"""Pieces of columns are multiples of it where a table is wide enough, so that rows stay fit for vector loads."""
+"""The width of a piece is a multiple of this if the table is wide enough, so that rows can be read by vector loads."""
 
 
 @dataclass(frozen=True)
@@ -24,33 +24,33 @@ class Rows:
 
     @property
     def capacity(self) -> int:
-        """Rows of the largest shard. All shards are allocated alike, so that one kernel serves all ranks."""
+        """The rows of the largest shard. All shards have space for this many, so that one kernel serves all ranks."""
         return -(-self.total // self.shards)
 
     @property
     def count(self) -> int:
-        """Rows of this one; 0 where there are fewer rows than shards."""
+        """The rows of this shard; 0 is possible if there are fewer rows than shards."""
         if self.by == "modulo":
             return self.total // self.shards + (self.shard < self.total % self.shards)
         return max(0, min(self.capacity, self.total - self.shard * self.capacity))
 
     @property
     def range(self) -> range:
-        """The rows themselves."""
+        """The numbers of this shard's rows in the table."""
         if self.by == "modulo":
             return range(self.shard, self.total, self.shards)
         begin = min(self.shard * self.capacity, self.total)
         return range(begin, begin + self.count)
 
     def local(self, row: int) -> int | None:
-        """Where a row lies in this shard, or None."""
-        shard, place = (row % self.shards, row // self.shards) if self.by == "modulo" else divmod(row, self.capacity)
-        return place if shard == self.shard else None
+        """The number of a row within this shard, or None if another shard holds it."""
+        shard, index = (row % self.shards, row // self.shards) if self.by == "modulo" else divmod(row, self.capacity)
+        return index if shard == self.shard else None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns `[begin, end)` of a table; `owners[r]` holds row shard r of them."""
+    """Columns `[begin, end)` of a table. Rank `owners[r]` holds row shard r of them."""
 
     begin: int
     end: int
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """Where one table lies. A replicated table has no pieces."""
+    """The ranks that hold the parts of one table. A replicated table has no pieces."""
 
     table: TableSpec
     kind: Kind
@@ -88,13 +88,17 @@ class TablePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan on ranks. `node_size` ranks share a node: rank k is local rank `k % node_size` of node `k //
-    node_size`."""
+    """The placement of every table on `world_size` ranks.
+
+    `node_size` ranks share a node: rank k is local rank `k % node_size` of node `k // node_size`.
+    """
 
     spec: CollectionSpec
     world_size: int
     node_size: int
     tables: tuple[TablePlacement, ...]
+    remap_bytes: int = 0
+    """Bytes of the rows of ids, which every rank holds."""
 
     @cached_property
     def by_name(self) -> dict[str, TablePlacement]:
@@ -106,7 +110,11 @@ class Placement:
 
 
 def place(plan: ShardPlan, spec: CollectionSpec, world_size: int, node_size: int | None = None) -> Placement:
-    """The plan on `world_size` ranks. `PlanError` names the table that cannot be placed so, and why."""
+    """The plan on `world_size` ranks, which place rows: of the spec by rows, see `CollectionSpec.by_rows`.
+
+    `PlanError` names the table that cannot be placed so, and why.
+    """
+    remap_bytes, spec = spec.remap_bytes, spec.by_rows()
     node_size = world_size if node_size is None else node_size
     if world_size < 1 or node_size < 1 or world_size % node_size:
         raise PlanError(
@@ -117,52 +125,53 @@ def place(plan: ShardPlan, spec: CollectionSpec, world_size: int, node_size: int
         if name not in known:
             raise PlanError(f"shard plan: table {name!r} is not in the spec; its tables: {', '.join(sorted(known))}")
     loads = [0.0] * world_size
-    placed: dict[str, TablePlacement] = {}
+    placements: dict[str, TablePlacement] = {}
     reads = reads_of(spec)
     heaviest_first = sorted(spec.tables, key=lambda table: (-reads[table.name], table.name))
     for table in heaviest_first:
-        one = place_table(table, plan.kind(table.name), world_size, node_size, loads)
-        for piece in one.pieces:
+        placement = place_table(table, plan.kind(table.name), world_size, node_size, loads)
+        for piece in placement.pieces:
             share = reads[table.name] * piece.width / table.embedding_dim / len(piece.owners)
             for owner in piece.owners:
                 loads[owner] += share
-        for number in range(len(one.pieces) if one.columns_split else 0):
+        for number in range(len(placement.pieces) if placement.columns_split else 0):
             if f"{table.name}.{number}" in known:
                 raise PlanError(
                     f"shard plan: piece {number} of table {table.name!r} and table '{table.name}.{number}' would have "
                     "the same name; rename one of the tables, or do not split the columns"
                 )
-        placed[table.name] = one
-    return Placement(spec, world_size, node_size, tuple(placed[table.name] for table in spec.tables))
+        placements[table.name] = placement
+    ordered = tuple(placements[table.name] for table in spec.tables)
+    return Placement(spec, world_size, node_size, ordered, remap_bytes)
 
 
 def place_table(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads: list[float]) -> TablePlacement:
-    """One table by its kind; where the kind leaves ranks open, those with the least of `loads`."""
+    """The placement of one table. If its kind does not say which ranks, those with the least of `loads` are taken."""
     pieces = _pieces(table, kind, world_size, node_size, loads)
     return TablePlacement(table, kind, getattr(kind, "by", "modulo"), pieces)
 
 
 def reads_of(spec: CollectionSpec) -> dict[str, float]:
-    """What a sample's lookups read of each table, in numbers."""
+    """How many numbers of each table the lookups of one sample read."""
     dims = {table.name: table.embedding_dim for table in spec.tables}
-    found = dict.fromkeys(dims, 0.0)
+    reads = dict.fromkeys(dims, 0.0)
     for feature in spec.features:
-        found[feature.table] += dims[feature.table] * (feature.hotness or 1)
-    return found
+        reads[feature.table] += dims[feature.table] * (feature.hotness or 1)
+    return reads
 
 
 def _pieces(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads: list[float]) -> tuple[Piece, ...]:
-    everyone = tuple(range(world_size))
+    all_ranks = tuple(range(world_size))
     dim = table.embedding_dim
     if isinstance(kind, DataParallel):
         return ()
     if isinstance(kind, TableWise):
-        rank = min(everyone, key=lambda r: (loads[r], r)) if kind.rank is None else kind.rank
+        rank = min(all_ranks, key=lambda r: (loads[r], r)) if kind.rank is None else kind.rank
         return (Piece(0, dim, _known(table, kind, (rank,), world_size)),)
     if isinstance(kind, ColumnWise):
         widest = max(1, dim // COLUMN_UNIT)
         count = min(world_size, widest) if kind.pieces is None else kind.pieces
-        ranks = kind.ranks or tuple(sorted(everyone, key=lambda r: (loads[r], r)))
+        ranks = kind.ranks or tuple(sorted(all_ranks, key=lambda r: (loads[r], r)))
         _known(table, kind, ranks, world_size)
         borders = _borders(table, kind, count)
         return tuple(Piece(borders[i], borders[i + 1], (ranks[i % len(ranks)],)) for i in range(count))
@@ -170,12 +179,16 @@ def _pieces(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads
         nodes = world_size // node_size
         count = kind.pieces or min(nodes if nodes > 1 else 2, world_size, dim)
         if count > world_size:
-            raise PlanError(f"shard plan: table {table.name!r}: {count} pieces on {world_size} ranks; at most as many")
+            raise PlanError(
+                f"shard plan: table {table.name!r}: {count} pieces on {world_size} ranks; use at most {world_size}"
+            )
         borders = _borders(table, kind, count)
         by_node = count == nodes > 1
-        parts = [everyone[i * node_size : (i + 1) * node_size] if by_node else everyone[i::count] for i in range(count)]
+        parts = [
+            all_ranks[i * node_size : (i + 1) * node_size] if by_node else all_ranks[i::count] for i in range(count)
+        ]
         return tuple(Piece(borders[i], borders[i + 1], parts[i]) for i in range(count))
-    ranks = getattr(kind, "ranks", None) or everyone
+    ranks = getattr(kind, "ranks", None) or all_ranks
     return (Piece(0, dim, _known(table, kind, ranks, world_size)),)
 
 
@@ -183,17 +196,17 @@ def _known(table: TableSpec, kind: Kind, ranks: tuple[int, ...], world_size: int
     for rank in ranks:
         if not 0 <= rank < world_size:
             raise PlanError(
-                f"shard plan: table {table.name!r}: {kind.name} on rank {rank}; there are ranks 0 to {world_size - 1}"
+                f"shard plan: table {table.name!r}: {kind.name} on rank {rank}; allowed: 0 to {world_size - 1}"
             )
     return ranks
 
 
 def _borders(table: TableSpec, kind: Kind, count: int) -> tuple[int, ...]:
-    """`count + 1` borders of columns, as even as whole units allow."""
+    """The `count + 1` borders between pieces of columns, which are as equal as whole units allow."""
     dim = table.embedding_dim
     if count > dim:
         raise PlanError(
-            f"shard plan: table {table.name!r}: {kind.name} of {count} pieces, but it has {dim} columns; give fewer"
+            f"shard plan: table {table.name!r}: {kind.name} of {count} pieces, but it has {dim} columns; use fewer"
         )
     unit = COLUMN_UNIT if dim % COLUMN_UNIT == 0 and dim // COLUMN_UNIT >= count else 1
     units = dim // unit

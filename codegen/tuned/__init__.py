@@ -1,1 +1,1 @@
-"""Tuned parameters: what they are known by, where they lie, and which of them a plan takes. Reads; the tuner writes."""
+"""Tuned parameters: their keys, their stores, and which of them a plan takes. Only reads; the tuner writes."""

@@ -1,8 +1,8 @@
-"""Which plan fields to use: an exact tuned result, else the nearest one within a limit, else the default. And why.
+"""The choice of plan fields: an exact tuned result, or the nearest one within a limit, or the default; and the reason.
 
-Exact: the spec's shape, the ids' dtype and the hardware are equal, and so is the traffic's bucket as far as both sides
-know it; the project's store answers before the user's, and that before what was shipped. Nearest: over all stores, by
-distance. Caches that were warm never answer for cold ones.
+A result is exact if the spec's shape, the ids' dtype and the hardware are equal, and the traffic's bucket, too, as far
+as it is known. Of several, the project's store comes before the user's, and that before the shipped one. The nearest is
+searched over all stores, by distance. Results of warm caches are never used for cold ones.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.params import Params, params_type
-from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.plans import SPARSE
+from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.document import TARGETS, params_of
 from embforge.codegen.tuned.record import Hardware, Key, Record, Traffic
 from embforge.codegen.tuned.shape import USUAL_BATCH, bucket_of, shape_of
 from embforge.codegen.tuned.stores import STORES, Stored, read_stores, warn_once
 
 LIMIT = 2.0
-"""Of a nearest match: one size four times as large, or four sizes each twice as large. The fields' own choices step by
-two to four, so beyond that the best choice of a field is expected to be another one."""
+"""The largest distance of a nearest match: one size four times as large, or four sizes each twice as large. The choices
+of fields step by factors of two to four, so at a larger distance the best choice is expected to be different."""
 LEAST = 2.0**-6
-"""What a number is at least where its logarithm is taken: a batch or a mean bag length may be 0."""
+"""Smaller numbers are raised to this before their logarithm is taken: a batch or a mean bag length may be 0."""
 ONLY_WHERE_MEASURED = {"threads": "torch"}
-"""Plan fields that hold for the very hardware and batch they were measured on, and who decides elsewhere."""
+"""Plan fields that are valid only for the hardware and batch of their measurement, and what decides otherwise."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Choice:
 
     params: Params
     why: str
-    """A sentence for people."""
+    """The reason, as a sentence."""
     record: Record | None = None
-    """The tuned result that decided, be it for the default; None: none did."""
+    """The tuned result that decided, even if it decided for the default; None if none did."""
     path: Path | None = None
-    """Its file."""
+    """The file of that result."""
     source: str = ""
-    """Where the result comes from, as `why` says it, without its gain; empty: there is none."""
+    """Where the result comes from, in the words of `why` but without its gain; empty if there is no result."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Match:
     distance: float
     exact: bool
     known: int
-    """Numbers of the traffic that both sides know."""
+    """How many numbers of the traffic both sides know."""
     differences: tuple[tuple[str, float], ...]
-    """What differs and how many times larger the result's is, the largest difference first."""
+    """Sizes that differ and how many times larger the result's are, the largest difference first."""
 
 
 def choose(
@@ -72,21 +72,21 @@ def choose(
     cache: str = "warm",
     origin: Path | None = None,
 ) -> Choice:
-    """The plan fields of `op` (forward or backward) for a spec on that hardware.
+    """Chooses the plan fields of `op` (forward or backward) for a spec on some hardware.
 
-    `origin`: the spec's file, whose project store is asked; None: the spec's own `origin`. Never raises for what lies
-    in a store: files that cannot be read are warned of, once each, and skipped.
+    `origin` is the file next to which the project store is; None: the spec's own `origin`. No content of a store makes
+    it raise: it warns once about each file that cannot be read, and skips the file.
     """
     default = params_type(target, op)()
     if target not in TARGETS:
         return Choice(default, f"default: nothing is tuned for {target}")
-    found, problems = read_stores(op, target, origin or spec.origin)
+    results, problems = read_stores(op, target, origin or spec.origin)
     for problem in problems:
         warn_once(problem)
-    if not found:  # what most modules see costs no more than a look at three directories
+    if not results:  # the usual case, which costs no more than listing three directories
         return Choice(default, f"default: no store has a tuned {op} for {target}")
     key = key_of(op, target, spec, hardware, rule, traffic, id_dtype, cache)
-    ranked = rank(key, found)
+    ranked = rank(key, results)
     if not ranked:
         same = "these dtypes, poolings and rule on this kind of hardware"
         return Choice(default, f"default: no tuned {op} has {same} with {cache} caches")
@@ -113,18 +113,18 @@ def key_of(
     id_dtype: str,
     cache: str,
 ) -> Key:
-    """What a result for these is known by. A backward without a rule makes gradients only."""
+    """The key of results for these arguments. A backward without a rule only reduces gradients."""
     rule = None if op == "forward" else rule or SPARSE
     return Key(op, target, rule, shape_of(spec), hardware, traffic, id_dtype, cache)
 
 
 def rank(key: Key, stored: Sequence[Stored]) -> list[Match]:
-    """All results that could serve, the best first, however far: exact ones by store, then the others by distance.
+    """All comparable results, the best first, at any distance: exact ones by store, then the others by distance.
 
-    At equal distance: the one whose traffic is known better, then by store, then the one for the batch nearest to the
-    usual if we do not know ours, then the newest.
+    At equal distance, the result comes first of which more traffic is known; then they are ordered by store; then, if
+    the module's batch is not known, by how near their batch is to the usual one; then the newest comes first.
     """
-    matches = (_match(key, one) for one in stored if _comparable(key, one.record.key))
+    matches = (_match(key, result) for result in stored if _comparable(key, result.record.key))
     return sorted(matches, key=lambda match: _order(key, match))
 
 
@@ -135,7 +135,7 @@ def _order(key: Key, match: Match) -> tuple[float, ...]:
 
 
 def _from_usual(traffic: Traffic) -> float:
-    """How many doublings a batch is away from the usual one; a batch that is not known is the farthest."""
+    """How many doublings a batch is away from the usual one; infinite for a batch that is not known."""
     batch = bucket_of(traffic).batch
     return math.inf if batch is None else abs(math.log2(max(batch, LEAST) / USUAL_BATCH))
 
@@ -145,7 +145,7 @@ def _time(record: Record) -> float:
 
 
 def _comparable(key: Key, other: Key) -> bool:
-    """Whether nothing but sizes differs. Hardware of which less is known, as another machine's, matches more."""
+    """Whether only sizes differ. The less is known of the key's hardware, the more results are comparable."""
     ours, theirs = key.hardware, other.hardware
     return (
         (key.op, key.target, key.rule, key.cache) == (other.op, other.target, other.rule, other.cache)
@@ -175,7 +175,7 @@ def _match(key: Key, stored: Stored) -> Match:
 
 
 def _pairs(key: Key, other: Key) -> Iterator[tuple[str, float, float]]:
-    """What is compared by ratio: a name, ours and theirs."""
+    """Sizes that are compared by their ratio: the name, the size in `key` and the one in `other`."""
     for name in ("features", "dim", "table_bytes"):
         yield name, getattr(key.shape, name), getattr(other.shape, name)
     yield "id_bytes", DTYPES[key.id_dtype].bytes, DTYPES[other.id_dtype].bytes
@@ -187,7 +187,7 @@ def _pairs(key: Key, other: Key) -> Iterator[tuple[str, float, float]]:
 
 
 def _traffic_pairs(ours: Traffic, theirs: Traffic) -> Iterator[tuple[str, float, float]]:
-    """Numbers of the traffic that both sides know, in buckets: what nobody would tune apart has no distance."""
+    """Numbers of the traffic that both sides know, in buckets, so that small differences have no distance."""
     other = asdict(bucket_of(theirs))
     for name, number in asdict(bucket_of(ours)).items():
         if number is not None and other[name] is not None:
@@ -195,7 +195,7 @@ def _traffic_pairs(ours: Traffic, theirs: Traffic) -> Iterator[tuple[str, float,
 
 
 def left_open(measured: Params) -> dict[str, Any]:
-    """The default of every field that was tuned and holds only where it was measured; without them no gain is known."""
+    """The defaults of tuned fields that are valid only where they were measured. With them, the gain is not known."""
     default = type(measured)()
     names = [name for name in ONLY_WHERE_MEASURED if hasattr(default, name)]
     return {name: getattr(default, name) for name in names if getattr(measured, name) != getattr(default, name)}
@@ -208,30 +208,30 @@ def _source(match: Match) -> str:
 
 
 def _why(key: Key, match: Match, measured: Params, left: Mapping[str, Any]) -> str:
-    """The gain is told of all fields together, as it was measured: where some are left open, none is known."""
+    """The reason as a sentence. The gain was measured with all fields together: without some of them it is left out."""
     record, default, source = match.stored.record, type(measured)(), _source(match)
     store = f"store: {match.stored.store}"
     noise = f"noise floor {100 * record.noise_floor:.1f} %; {store}"
     if measured == default:
-        told = f"default: {source}, nothing faster found; {noise}"
+        reason = f"default: {source}, nothing faster found; {noise}"
     elif replace(measured, **left) == default:
-        told = f"default: nothing but {' and '.join(left)} differs in what is {source}; {store}"
+        reason = f"default: nothing but {' and '.join(left)} differs in what is {source}; {store}"
     elif left:
-        told = f"{source}; {store}"
+        reason = f"{source}; {store}"
     else:
         gain = f"{record.gain.median:.2f}x the default (95 %: {record.gain.low:.2f} to {record.gain.high:.2f})"
-        told = f"{source}: {gain}, {noise}"
+        reason = f"{source}: {gain}, {noise}"
     notes = []
     if key.traffic.batch is None and record.key.traffic.batch is not None:
-        notes.append("the module's batch is not known (batch_size= says it)")
+        notes.append("the module's batch is not known (set it by batch_size=)")
     for name in left:
-        who, value = ONLY_WHERE_MEASURED[name], getattr(measured, name)
-        notes.append(f"{name} left to {who}: {value} holds only where it was measured, so the gain here is not known")
-    return "; ".join([told, *notes])
+        decider, value = ONLY_WHERE_MEASURED[name], getattr(measured, name)
+        notes.append(f"{name} left to {decider}: {value} is valid only where it was measured, so the gain is not known")
+    return "; ".join([reason, *notes])
 
 
 def _apart(match: Match) -> str:
-    """What a result that is not exact was made for: its workload and up to three of the largest differences."""
+    """A result that is not exact, described by its workload, hardware and up to three of the largest differences."""
     record = match.stored.record
     shown = [f"{name} x{ratio:.3g}" for name, ratio in match.differences[:3]]
     differs = f"with {', '.join(shown)}" if shown else "with the same sizes"

@@ -1,4 +1,4 @@
-"""What a time depends on: this machine's processor, or a GPU by the facts that torch has of it. Never imports torch."""
+"""The hardware on which a time depends: this machine's CPU, or a GPU by facts from torch, which it never imports."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from embforge.codegen.tuned.record import Hardware
 UNKNOWN = "unknown"
 CACHES = {("1", "Data"): "l1_bytes", ("1", "Unified"): "l1_bytes", ("2", "Unified"): "l2_bytes"}
 CACHES |= {("3", "Unified"): "l3_bytes"}
-"""From what Linux calls a cache's level and type to what we do."""
+"""Our names of caches, by Linux's names of their level and type."""
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def this_cpu() -> Hardware:
-    """This machine's processor as this process may use it; sizes that the system does not tell are left out."""
+    """This machine's processor, as far as this process may use it; sizes that are not known are left out."""
     vendor, family, model = _apple_identity() if sys.platform == "darwin" else _linux_identity()
     identity = {"vendor": vendor, "family": family, "model": model, "simd": host_isa()}
     usable = _usable_cpus()
@@ -31,24 +31,24 @@ def this_cpu() -> Hardware:
 
 
 def any_cpu(isa: str) -> Hardware:
-    """A processor of which only the instruction set is known: what kernels for another machine are made for."""
+    """A processor of which only the instruction set is known, for kernels that will run on another machine."""
     return Hardware("cpu", f"any {isa} CPU", {"simd": isa}, {})
 
 
 def gpu_hardware(facts: Mapping[str, Any]) -> Hardware:
-    """A GPU by what `embforge.device.gpu_facts` says of it; sizes that it does not know are left out."""
+    """A GPU, described by `embforge.device.gpu_facts`. Sizes that are not known are left out."""
     sizes = {name: facts.get(name) for name in ("multiprocessors", "l2_bytes", "memory_bytes")}
     known = {name: int(size) for name, size in sizes.items() if size}
     return Hardware("gpu", str(facts["name"]), {"arch": str(facts["arch"])}, known)
 
 
 def any_gpu(arch: str) -> Hardware:
-    """A GPU of which only the architecture is known."""
+    """A GPU of which only the architecture is known, for kernels that will run on another machine."""
     return Hardware("gpu", f"any {arch} GPU", {"arch": arch}, {})
 
 
 def parse_bytes(text: str) -> int:
-    """A size as Linux writes it: 32768K. `ValueError` for anything else."""
+    """The bytes of a size in Linux's form, e.g. 32768K; `ValueError` for other texts."""
     text = text.strip()
     return int(text.rstrip("KMG")) * UNITS.get(text[-1:], 1)
 
@@ -60,14 +60,14 @@ def _usable_cpus() -> set[int]:
 
 
 def _thread_limit() -> int:
-    """What OMP_NUM_THREADS allows, which torch obeys: a process of one thread is tuned as a machine of one core."""
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(told) if told.isdecimal() and int(told) else sys.maxsize
+    """The limit in OMP_NUM_THREADS, which torch obeys: a process of one thread is tuned as a machine of one core."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(limit) if limit.isdecimal() and int(limit) else sys.maxsize
 
 
 @cache
 def _linux_identity() -> tuple[str, str, str]:
-    """Vendor, family and model as x86 calls them; on ARM the implementer, architecture and part."""
+    """Vendor, family and model of an x86 processor; for ARM the implementer, architecture and part."""
     facts: dict[str, str] = {}
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
@@ -80,17 +80,17 @@ def _linux_identity() -> tuple[str, str, str]:
 
 @cache
 def _linux_caches(cpu: int) -> dict[str, int]:
-    """Sizes of the caches that one CPU sees."""
-    found: dict[str, int] = {}
+    """Sizes of the caches that one CPU uses."""
+    sizes: dict[str, int] = {}
     for index in sorted(Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*")):
         try:
             level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
             name = CACHES.get((level, kind))
             if name:
-                found[name] = parse_bytes(size)
-        except (OSError, ValueError):  # a container or a hypervisor hides it: one size less is known
+                sizes[name] = parse_bytes(size)
+        except (OSError, ValueError):  # hidden by a container or a hypervisor: this size stays unknown
             continue
-    return found
+    return sizes
 
 
 @cache
@@ -102,10 +102,10 @@ def _apple_identity() -> tuple[str, str, str]:
 
 @cache
 def _apple_caches() -> dict[str, int]:
-    """Of the fast cores, where there are two kinds."""
+    """Sizes of the caches; those of the fast cores if there are two kinds of cores."""
     names = {"l1_bytes": "l1dcachesize", "l2_bytes": "l2cachesize", "l3_bytes": "l3cachesize"}
-    told = {name: _sysctl(f"hw.perflevel0.{key}") or _sysctl(f"hw.{key}") for name, key in names.items()}
-    return {name: int(size) for name, size in told.items() if size.isdigit() and int(size)}
+    reported = {name: _sysctl(f"hw.perflevel0.{key}") or _sysctl(f"hw.{key}") for name, key in names.items()}
+    return {name: int(size) for name, size in reported.items() if size.isdigit() and int(size)}
 
 
 def _sysctl(name: str) -> str:

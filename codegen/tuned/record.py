@@ -1,6 +1,6 @@
-"""A tuned result and what it is known by: op, shape of the spec, hardware, traffic, ids and caches; never a name.
+"""A tuned result and its key: op, shape of the spec, hardware, traffic, ids and caches, but never a name.
 
-Plain data with one JSON form, so that a result can be carried to another machine and read by eye.
+Both are plain data with one JSON form, so that a result can be copied to another machine and read by a person.
 """
 
 from __future__ import annotations
@@ -10,33 +10,40 @@ from typing import Any, Literal
 
 RECORD_SCHEMA = 1
 NOISE_LIMIT = 0.25
-"""A noise floor above which samples say nothing, however large a gain they show: the machine was busy."""
+"""With a higher noise floor, samples say nothing, however large a gain they show: the machine was busy."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a spec decides which parameters are fast. Categories must be equal; sizes may differ, at a distance."""
+    """The properties of a spec that decide which parameters are fast.
+
+    Categories must be equal in a result that is used; sizes may differ, at a distance.
+    """
 
     digest: str
-    """Of the whole spec without its names: equal digests mean equal kernels but for names."""
+    """A hash of the whole spec without its names: equal digests mean equal kernels except for names."""
     dtypes: tuple[str, ...]
-    """Of tables, sorted, each once; then of the output."""
+    """The different number formats of tables, sorted; then that of the output."""
     poolings: tuple[str, ...]
-    """Of features, as kernels see them (mean and sqrtn are sums), sorted, each once; `+weighted` behind those with."""
+    """The different poolings of features, sorted, as kernels see them: mean and sqrtn are sums, and weighted poolings
+    end with `+weighted`."""
     features: int
     dim: float
-    """Geometric mean over features."""
+    """The geometric mean over features."""
     table_bytes: int
-    """Of all tables."""
+    """Bytes of all tables together."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a time depends on. Everything in `identity` must be equal; `sizes` may differ, at a distance."""
+    """The hardware on which a time was measured.
+
+    In a result that is used, everything in `identity` must be equal; `sizes` may differ, at a distance.
+    """
 
     kind: Literal["cpu", "gpu"]
     name: str
-    """For people."""
+    """A name for readers, which is not compared."""
     identity: dict[str, str]
     """cpu: vendor, family, model, simd. gpu: arch."""
     sizes: dict[str, int]
@@ -45,36 +52,36 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A workload by its numbers; None: not known."""
+    """The numbers that describe a workload; None means not known."""
 
     batch: float | None = None
     bag_length: float | None = None
-    """Mean ids a bag."""
+    """The mean number of ids per bag."""
     skew: float | None = None
     """Zipf's exponent; 0 for uniform ids."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a tuned result is known by."""
+    """The meaning of a tuned result, by which it is found."""
 
     op: str
     """forward or backward: they have different parameters."""
     target: str
     rule: str | None
-    """Of a backward: the update's name, or `none` where rows only get gradients."""
+    """For a backward, the update's name, or `none` if rows only get gradients; None for a forward."""
     shape: Shape
     hardware: Hardware
     traffic: Traffic
     id_dtype: str
-    """int64 or int32: of ids and offsets."""
+    """The type of ids and offsets: int64 or int32."""
     cache: str
-    """warm: calls followed each other; cold: caches were emptied before each."""
+    """warm: calls followed each other; cold: caches were emptied before each call."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Times faster than the default: median over paired rounds, with a 95 % interval."""
+    """How many times as fast as the default: the median over paired rounds, with a 95 % interval."""
 
     median: float
     low: float
@@ -88,16 +95,16 @@ class Record:
     key: Key
     params: dict[str, Any]
     workload: str
-    """What it was measured on, in one string."""
+    """The workload on which it was measured, as text."""
     gain: Gain
     noise_floor: float
-    """How far apart two copies of the same kernel came out, as a share: gains below it do not count."""
+    """The difference that two copies of the same kernel showed, as a share: smaller gains do not count."""
     samples: dict[str, tuple[float, ...]]
-    """Seconds a call of `default`, `best` and `duplicate` (of the best), paired by round."""
+    """Seconds per call of `default`, `best` and `duplicate` (a copy of the best), paired by round."""
     versions: dict[str, str]
     created: str
     """UTC, ISO 8601."""
     study: str = ""
     """The study that found it."""
     notes: tuple[str, ...] = field(default=())
-    """What the tuner wants people to know, such as a layout that would be faster."""
+    """Remarks of the tuner for the user, such as a layout that would be faster."""

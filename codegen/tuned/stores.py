@@ -1,11 +1,11 @@
-"""Where tuned results lie and how they are read.
+"""The stores of tuned results and how they are read.
 
-    project   embforge-tuned/ beside the spec's TOML file, else in the current directory
-    user      EMBFORGE_TUNED_DIR, else the platform's data directory of this user
-    shipped   in the package, read only (or EMBFORGE_SHIPPED_DIR; an empty directory: nothing)
+    project   embforge-tuned/ next to the spec's TOML file, or for specs without a file in the current directory
+    user      EMBFORGE_TUNED_DIR, or by default this user's data directory of the platform
+    shipped   EMBFORGE_SHIPPED_DIR (an empty directory means none), or by default in the package; read only
 
-One file a meaning, named by it. What cannot be read is a `Problem`, never an exception: a bad file costs its own
-result and nothing else.
+Each file holds one result and is named after the digest of its key. A file that cannot be read becomes a `Problem`,
+never an exception: it costs its own result and nothing else.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import re
 import warnings
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -28,14 +27,14 @@ from embforge.codegen.tuned.shape import DIGEST_DIGITS, file_name
 
 StoreName = Literal["project", "user", "shipped"]
 STORES: tuple[StoreName, ...] = ("project", "user", "shipped")
-"""In the order in which they are asked."""
+"""The stores, in the order in which they are searched."""
 PROJECT_FOLDER = "embforge-tuned"
 NAME = re.compile(rf"({'|'.join(OPS)})-({'|'.join(TARGETS)})-[0-9a-f]{{{DIGEST_DIGITS}}}\.json")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A result, and where it was found."""
+    """A result with the file and the store in which it was found."""
 
     record: Record
     path: Path
@@ -44,7 +43,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Problem:
-    """A file or directory that is skipped."""
+    """A file or directory that is skipped, and the reason."""
 
     path: Path
     what: str
@@ -55,12 +54,12 @@ class Problem:
 
 
 def project_dir(origin: Path | None = None) -> Path:
-    """`embforge-tuned/` beside the spec's file, or in the current directory for a spec that has none."""
+    """`embforge-tuned/` next to the spec's file, or in the current directory for a spec that has none."""
     return (_current() if origin is None else origin.parent) / PROJECT_FOLDER
 
 
 def user_dir() -> Path:
-    """`EMBFORGE_TUNED_DIR`, else the platform's data directory."""
+    """`EMBFORGE_TUNED_DIR`, or by default the platform's data directory."""
     chosen = os.environ.get("EMBFORGE_TUNED_DIR")
     if chosen:
         return _current() / os.path.expanduser(chosen)
@@ -68,47 +67,40 @@ def user_dir() -> Path:
 
 
 def shipped_dir() -> Path | None:
-    """`EMBFORGE_SHIPPED_DIR`, else what the package came with; None if it has no files of its own."""
+    """`EMBFORGE_SHIPPED_DIR`, or by default the directory in the package; None if the package has none."""
     chosen = os.environ.get("EMBFORGE_SHIPPED_DIR")
-    return Path(chosen) if chosen else _packaged()
-
-
-@cache
-def _packaged() -> Path | None:
-    """Found without importing the tuner."""
-    found = find_spec("embforge.tuner")
-    places = found.submodule_search_locations if found else None
-    return Path(places[0]) / "shipped" if places else None
+    directory = Path(chosen) if chosen else Path(__file__).parent / "shipped"
+    return directory if chosen or directory.is_dir() else None
 
 
 def store_dirs(origin: Path | None = None) -> dict[StoreName, Path]:
-    """All stores there are, in the order in which they are asked."""
-    found: dict[StoreName, Path] = {"project": project_dir(origin), "user": user_dir()}
+    """The directories of all stores, in the order in which they are searched."""
+    directories: dict[StoreName, Path] = {"project": project_dir(origin), "user": user_dir()}
     shipped = shipped_dir()
-    return found if shipped is None else {**found, "shipped": shipped}
+    return directories if shipped is None else {**directories, "shipped": shipped}
 
 
 def read_stores(
     op: str | None = None, target: str | None = None, origin: Path | None = None
 ) -> tuple[list[Stored], list[Problem]]:
-    """All results of an op and a target (None: of any), and what had to be skipped.
+    """All results of an op and a target (None: of any) in all stores, and the files that had to be skipped.
 
-    Only files whose names fit are opened, each once a process unless it changes.
+    Only files with fitting names are opened, each once per process unless it changes.
     """
-    found: list[Stored] = []
+    results: list[Stored] = []
     problems: list[Problem] = []
     for name, directory in store_dirs(origin).items():
-        records, skipped = read_store(name, directory, op, target)
-        found += records
+        stored, skipped = read_store(name, directory, op, target)
+        results += stored
         problems += skipped
-    return found, problems
+    return results, problems
 
 
 def read_store(
     store: StoreName, directory: Path, op: str | None = None, target: str | None = None
 ) -> tuple[list[Stored], list[Problem]]:
-    """The same of one store. A directory that does not exist is an empty store."""
-    found: list[Stored] = []
+    """The same for one store. A directory that does not exist is an empty store."""
+    results: list[Stored] = []
     problems: list[Problem] = []
     try:
         with os.scandir(directory) as entries:
@@ -120,7 +112,7 @@ def read_store(
     for name in names:
         path, fits = directory / name, NAME.fullmatch(name)
         if fits is None:
-            if op is None and target is None:  # a runtime that wants one op has no business with it
+            if op is None and target is None:  # a module that needs one op does not warn about other files
                 problems.append(Problem(path, "not the name of a tuned result; `embforge tuned import` gives it one"))
             continue
         if op in (None, fits[1]) and target in (None, fits[2]):
@@ -128,8 +120,8 @@ def read_store(
             if isinstance(read, Problem):
                 problems.append(read)
             else:
-                found.append(Stored(read, path, store))
-    return found, problems
+                results.append(Stored(read, path, store))
+    return results, problems
 
 
 def read_file(path: Path) -> Record | Problem:
@@ -142,14 +134,14 @@ def read_file(path: Path) -> Record | Problem:
 
 
 def warn_once(problem: Problem) -> None:
-    """Tells about a skipped file, once a process, whatever the warning filters."""
+    """Warns about a skipped file, once per process, whatever the warning filters are."""
     if _is_new(problem):
         warnings.warn(f"tuned results: skipped {problem}", RuntimeWarning, stacklevel=2)
 
 
 @lru_cache(maxsize=4096)
 def _read(path: Path, modified: int, size: int, inode: int) -> Record | Problem:
-    """Cached by all that says whether a file is still the same."""
+    """Reads a file. The arguments are the key of the cache: they change when the file does."""
     try:
         records = read_records(path)
     except FileNotFoundError:
@@ -157,26 +149,26 @@ def _read(path: Path, modified: int, size: int, inode: int) -> Record | Problem:
     except TunedError as error:
         return Problem(path, str(error))
     if len(records) != 1:
-        return Problem(path, f"holds {len(records)} results, a store's file holds one; use `embforge tuned import`")
+        return Problem(path, f"holds {len(records)} results, but a store's file holds one; use `embforge tuned import`")
     (record,) = records
-    wanted = file_name(record.key)
-    if path.name != wanted:
-        return Problem(path, f"its content belongs into {wanted}; use `embforge tuned import`, then remove it")
+    right_name = file_name(record.key)
+    if path.name != right_name:
+        return Problem(path, f"its content belongs into {right_name}; use `embforge tuned import`, then remove it")
     return record
 
 
-_told: set[Problem] = set()
-"""Problems that this process has been told of."""
+_warned: set[Problem] = set()
+"""Problems about which this process has warned."""
 
 
 def _is_new(problem: Problem) -> bool:
-    new = problem not in _told
-    _told.add(problem)
+    new = problem not in _warned
+    _warned.add(problem)
     return new
 
 
 def _current() -> Path:
-    """The current directory; relative if it has been removed under us."""
+    """The current directory; a relative path if it has been removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-from embforge.codegen.describe import describe
-from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.describe import describe, head_facts
+from embforge.codegen.dtypes import DTYPES, FLOATS, narrow_floats
+from embforge.codegen.kernel import Outcome, arguments_of, records_of
 from embforge.codegen.layout import CollectionLayout, FeatureLayout, TableLayout
 from embforge.codegen.params import CpuBackwardParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import RESULTS, Shape
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
-from embforge.codegen.signature import UPDATE_METADATA_WORDS, arguments_of, prototype
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.cpu.geometry import lies_in_cache, touched_bytes
 from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
-
-EXPONENT = {"fp32": "0x7f800000", "fp16": "0x7c00", "bf16": "0x7f80"}
-"""The bits that are all ones in numbers that are not finite."""
-
-TITLES = {
-    "backward": "Gradients of one collection's rows, reduced and applied in one call",
-    "reduce": "Gradients of one collection's rows, reduced",
-    "weight_gradient": "Gradients of one collection's weights",
-}
 
 
 @dataclass(frozen=True)
@@ -35,16 +26,16 @@ class Kind:
     sources: tuple[str, ...]
     """Where they lie: in `grad_pooled`, in `grad_sequence`, or divided beforehand ("scaled")."""
     any_weighted: bool = False
-    any_max: bool = False
+    any_selected: bool = False
 
     @property
     def direct(self) -> bool:
-        """An address says it all: one source, no weights, no max."""
-        return len(self.sources) == 1 and not self.any_weighted and not self.any_max
+        """An address says it all: one source, no weights, no selection."""
+        return len(self.sources) == 1 and not self.any_weighted and not self.any_selected
 
     @property
     def label(self) -> str:
-        return "_".join((*self.sources, *("weighted",) * self.any_weighted, *("max",) * self.any_max))
+        return "_".join((*self.sources, *("weighted",) * self.any_weighted, *("selected",) * self.any_selected))
 
 
 def reduce_facts(plan: Plan) -> dict[str, Any]:
@@ -70,15 +61,15 @@ def reduce_facts(plan: Plan) -> dict[str, Any]:
         "dividing": [f for f in features if f["source"] == "scaled"],
         "scaled_width": sum(f["dim"] for f in features if f["source"] == "scaled"),
         "any_items": not all(kind.direct for kind in kinds),
-        "exponent_mask": EXPONENT[plan.spec.output_dtype],
+        "output": FLOATS[plan.spec.output_dtype],
     }
 
 
 def backward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/backward/backward.cpp.j2` names, for a reduction with an update behind it."""
+    """Everything `cpu/backward/backward.cpp.j2` names, for a reduction that an update follows."""
     update = plan.update
     assert update is not None
-    any_narrow = any(table.dtype != "fp32" for table in plan.spec.tables)
+    any_narrow = any(FLOATS[table.dtype].is_narrow for table in plan.spec.tables)
     return {
         **reduce_facts(plan),
         **rule_facts(update),
@@ -99,8 +90,8 @@ def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
         table = layout.tables[placed.table_index]
         facts["label"] = f"d{placed.dim}_{table.table.dtype}"
         # Here a padding id of a bag that is not pooled is a row like others.
-        facts["padding"] = -1 if placed.feature.pooling in ("none", "concat") else facts["padding"]
-    weighted = {f["label"]: layout.tables[f["table_index"]] for f in features if f["weighted"]}
+        facts["padding"] = facts["padding"] if placed.feature.kind.pooled else -1
+    weighted = {f["label"]: layout.tables[f["table"]] for f in features if f["weighted"]}
     buckets = [
         {
             "label": label,
@@ -123,13 +114,11 @@ def _counters(lanes: int) -> list[int]:
 def _shared(plan: Plan) -> dict[str, Any]:
     isa, layout = isa_of(plan), plan.layout
     return {
+        **head_facts(plan, describe(plan)),
         "op": plan.op,
-        "uri": plan.uri,
-        "title": TITLES[plan.op],
-        "version": version("embforge"),
-        "description": describe(plan),
         "compile_line": " ".join(["c++", *FLAGS, *isa.flags]),
         "isa": isa,
+        "formats": narrow_floats([plan.spec.output_dtype, *(table.dtype for table in plan.spec.tables)]),
         "chunk": CHUNK,
         "params": _params(plan),
         "id_type": DTYPES[plan.id_dtype].c_type,
@@ -138,10 +127,11 @@ def _shared(plan: Plan) -> dict[str, Any]:
         "divisor_width": layout.divisor_width,
         "winner_width": layout.winner_width,
         "most_dim": max(t.table.embedding_dim for t in layout.tables),
+        "pooling_results": RESULTS,
         "any_absent": plan.spec.has_absent_ids,
-        "metadata_words": len(UPDATE_METADATA_WORDS),
-        "arguments": arguments_of("cpu", plan.op),
-        "prototype": prototype("cpu", plan.op),
+        "arguments": arguments_of(plan.target, plan.op),
+        "records": records_of(arguments_of(plan.target, plan.op)),
+        "outcomes": Outcome,
     }
 
 
@@ -151,13 +141,15 @@ def _params(plan: Plan) -> CpuBackwardParams:
 
 
 def _source_of(placed: FeatureLayout) -> str:
-    return {"none": "sequence", "mean": "scaled", "sqrtn": "scaled"}.get(placed.feature.pooling, "pooled")
+    if placed.feature.kind.shape is Shape.SEQUENCE:
+        return "sequence"
+    return "scaled" if placed.feature.kind.divides else "pooled"
 
 
 def _kind_of(features: list[FeatureLayout]) -> Kind:
     sources = tuple(sorted({_source_of(f) for f in features}))
     weighted = any(f.feature.weighted for f in features)
-    return Kind(sources, weighted, any(f.feature.pooling == "max" for f in features))
+    return Kind(sources, weighted, any(f.feature.kind.selects for f in features))
 
 
 def _features(spec: CollectionSpec, layout: CollectionLayout) -> list[dict[str, Any]]:
@@ -169,15 +161,15 @@ def _features(spec: CollectionSpec, layout: CollectionLayout) -> list[dict[str, 
             {
                 "index": placed.index,
                 "name": feature.name,
-                "table_index": placed.table_index,
-                "pooling": feature.pooling,
+                "table": placed.table_index,
+                "pooling": feature.kind.result,
                 "source": _source_of(placed),
                 "weighted": feature.weighted,
                 "dim": placed.dim,
                 "column": placed.column or 0,
                 "padding": -1 if padding is None else padding,
                 "absent": spec.absent_id(feature) or 0,
-                "hotness": feature.hotness if feature.pooling == "concat" else 0,
+                "hotness": feature.slots,
                 "kept": layout.kept_column(placed.index),
                 "scaled": scaled,
             }
@@ -221,7 +213,7 @@ def _buckets(plan: Plan, kinds: list[Kind], labels: list[str]) -> list[dict[str,
             "direct": kind.direct,
             "sources": kind.sources,
             "any_weighted": kind.any_weighted,
-            "any_max": kind.any_max,
+            "any_selected": kind.any_selected,
             "stride_bytes": placed.stride_bytes,
             "state_stride_bytes": placed.state_stride_bytes,
             "state_bytes": placed.state_stride_bytes,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embforge.codegen.errors import PlanError
-from embforge.codegen.plan import Plan
+from embforge.codegen.kernel import KernelPlan
+from embforge.codegen.reading.suggestions import did_you_mean
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 
@@ -56,8 +57,9 @@ ISAS: dict[str, Isa] = {
 }
 
 
-def isa_of(plan: Plan) -> Isa:
+def isa_of(plan: KernelPlan) -> Isa:
     """The plan's instruction set; `PlanError` names the known ones."""
     if plan.arch not in ISAS:
-        raise PlanError(f"plan field arch={plan.arch!r} is not known for target cpu; allowed: {', '.join(ISAS)}")
+        hint = did_you_mean(plan.arch, ISAS)
+        raise PlanError(f"plan field arch={plan.arch!r} is not known for target cpu{hint}; allowed: {', '.join(ISAS)}")
     return ISAS[plan.arch]

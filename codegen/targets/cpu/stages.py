@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from embforge.codegen import stages
-from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.argument import Record
+from embforge.codegen.describe import head_facts
+from embforge.codegen.dtypes import DTYPES, narrow_floats
+from embforge.codegen.kernel import StageOutcome, arguments_of, records_of
+from embforge.codegen.poolings import Divisor
 from embforge.codegen.semantics import CHUNK
-from embforge.codegen.stages import STAGES, StagePlan, stage_arguments, stage_prototype
+from embforge.codegen.stages import PACKED, STAGES, StagePlan
 from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
+STAGE_NOTES = (
+    "count, fill: ids to the ranks that own their rows. regroup: received ids to the order of a lookup.",
+    "gather: pools that were asked for to where they are sent from.",
+    "network_forward, network_backward: partial pools to results, and gradients back.",
+    "pack, unpack: rows to bytes with a scale, and back.",
+)
+"""What the entries of the library do, for the head comment of its source."""
 
-def word_enums() -> list[tuple[str, tuple[str, ...]]]:
-    """Names of the words of every metadata array, for the source's enums."""
-    return [
-        ("FEATURE", stages.FEATURE_WORDS),
-        ("BUCKETING", stages.BUCKETING_WORDS),
-        ("STREAM", stages.STREAM_WORDS),
-        ("PLACE", stages.PLACE_WORDS),
-        ("SEGMENT", stages.SEGMENT_WORDS),
-        ("PICK", stages.PICK_WORDS),
-        ("PIECE", stages.PIECE_WORDS),
-        ("SOURCE", stages.SOURCE_WORDS),
-        ("PART", stages.PART_WORDS),
-    ]
+
+def stage_records() -> tuple[Record, ...]:
+    """What metadata arrays of any stage hold, for the source's enums."""
+    return records_of(argument for stage in STAGES.values() for argument in stage.arguments)
 
 
 def stage_types(plan: StagePlan) -> dict[str, str]:
@@ -38,19 +39,24 @@ def stage_types(plan: StagePlan) -> dict[str, str]:
     }
 
 
-def stage_facts(plan: Any) -> dict[str, Any]:
+def stage_facts(plan: StagePlan) -> dict[str, Any]:
     """Everything `cpu/stages/stages.cpp.j2` names."""
-    isa = isa_of(plan)
+    isa, formats = isa_of(plan), (plan.wire_dtype, plan.gradient_dtype, plan.output_dtype)
     return {
-        "uri": plan.uri,
-        "version": version("embforge"),
+        **head_facts(plan, STAGE_NOTES),
         "compile_line": " ".join(["c++", *FLAGS, *isa.flags]),
         "isa": isa,
+        "formats": narrow_floats([*formats, *(form.name for form in PACKED)]),
+        "packings": PACKED,
         "chunk": CHUNK,
         "absent": stages.ABSENT,
-        "words": word_enums(),
+        "actions": stages.ACTIONS,
+        "selecting": plan.selections,
+        "divisors": Divisor,
+        "bounds": stages.BOUNDS,
+        "records": stage_records(),
+        "outcomes": StageOutcome,
         "mistakes": stages.MISTAKES,
-        "prototypes": {name: stage_prototype("cpu", name) for name in STAGES},
-        "arguments": {name: stage_arguments("cpu", name) for name in STAGES},
+        "arguments": {name: arguments_of(plan.target, name) for name in STAGES},
         **stage_types(plan),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embforge.codegen.errors import PlanError
+from embforge.codegen.reading.suggestions import did_you_mean
+from embforge.codegen.target import GPU_ARCH
 
 WARP = 32
 REGISTER_UNIT = 256
@@ -55,15 +57,24 @@ ARCHS: dict[str, Arch] = {
     )
 }
 
-DEFAULT_ARCH = "sm_90"
+DEFAULT_ARCH = GPU_ARCH
 """What to generate for where there is no GPU to ask (target simt). Its text is checked in under generated/; the text of
 other archs differs in sizes, and from sm_100 on in 32-byte loads, so those are worth a run of their own."""
+
+
+OTHER_SPELLINGS = {
+    spelling: name
+    for name, a in ARCHS.items()
+    for spelling in (str(a.number), f"{a.number / 10:.1f}", f"compute_{a.number}")
+}
+"""How compute capabilities are called elsewhere, e.g. 90, 9.0 and compute_90."""
 
 
 def arch_named(name: str) -> Arch:
     """The architecture of that name; `PlanError` naming the known ones otherwise."""
     if name not in ARCHS:
-        raise PlanError(f"plan field arch={name!r} is not known for target cuda; allowed: {', '.join(ARCHS)}")
+        hint = did_you_mean(name, ARCHS, OTHER_SPELLINGS)
+        raise PlanError(f"plan field arch={name!r} is not known for target cuda{hint}; allowed: {', '.join(ARCHS)}")
     return ARCHS[name]
 
 

@@ -8,16 +8,16 @@ their bucket and worked on behind all others. Of runs past a chunk, kernels befo
 from __future__ import annotations
 
 import math
-from textwrap import wrap
 from typing import Any
 
-from embforge.codegen.describe import describe
-from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.describe import describe, head_facts
+from embforge.codegen.dtypes import DTYPES, FLOATS
+from embforge.codegen.kernel import MISTAKES, arguments_of, records_of
 from embforge.codegen.layout import FeatureLayout, StateLayout, largest_power_of_two
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import RESULTS
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS, UPDATE_METADATA_WORDS, arguments_of
 from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.targets.cuda.backward_geometry import (
     RowBucket,
@@ -36,20 +36,13 @@ from embforge.codegen.targets.cuda.backward_geometry import (
     sums_rows,
 )
 from embforge.codegen.targets.cuda.backward_launch import EACH, KERNELS, BackwardShape, backward_shape, symbol_of
+from embforge.codegen.targets.cuda.formats import format_facts
 from embforge.codegen.targets.cuda.shared_memory import check_shared
 
-TITLES = {
-    "backward": "Fused backward and update of embedding rows",
-    "reduce": "Reduction of the gradients of embedding rows",
-    "weight_gradient": "Gradient of per-sample weights",
-}
 LOAD_HINT = ".L1::no_allocate"
 """Gradients of a bag are read once a row, which caches further away absorb."""
 LIGHT_BLOCKS = 4
 """Blocks of 256 threads a multiprocessor must hold of kernels that move no rows."""
-LINE, NO_BREAK = 112, "\0"
-FP8_ARCH = 89
-"""The first architecture that converts from fp8 by an instruction."""
 CONSTANT_MEMORY = 60 * 1024
 FEATURE_RECORD, SLOT_RECORD = 80, 16
 """Bytes of the template's records, at most."""
@@ -61,10 +54,9 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
     buckets = row_buckets(plan)
     update = plan.update
     firsts, tables = key_firsts(plan), key_tables(plan)
-    facts = common_facts(plan, {t.dtype for t in plan.spec.tables} | {b.item for b in buckets} | {"fp32"})
+    facts = common_facts(plan, buckets, {t.dtype for t in plan.spec.tables} | {b.item for b in buckets} | {"fp32"})
     facts |= {
         "symbols": {name: symbol_of(plan.symbol, name) for name in KERNELS},
-        "header": [*facts["header"], "", "Buckets, widest rows first:", *map(bucket_line, buckets)],
         "load_bytes": sorted({16, *(b.item_load for b in buckets), *(_partial_load(b) for b in buckets)}, reverse=True),
         "own_bytes": _own_bytes(buckets) if update else set(),
         "key_type": DTYPES[key_dtype(plan)].c_type,
@@ -85,7 +77,7 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
         "scaled_width": scaled_width(plan),
         "scales_sequence": scales_sequence(plan),
         "any_weighted": any(b.weighted for b in buckets),
-        "any_max": any(b.has_max for b in buckets),
+        "any_selected": any(b.selects for b in buckets),
         "partial_width": partial_width(plan),
         "row_wise": is_row_wise(plan),
         "row_sums": sums_rows(plan),
@@ -94,9 +86,10 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
         "gradient_store": largest_power_of_two(math.gcd(*(b.dim for b in buckets)) * 4, 16),
     }
     if update is not None:
+        any_narrow = any(FLOATS[b.dtype].is_narrow for b in buckets)
         facts |= rule_facts(update) | {
-            "narrow_tables": {b.dtype for b in buckets if b.dtype != "fp32"},
-            "stochastic": update.rounding == "stochastic" and any(b.dtype != "fp32" for b in buckets),
+            "any_narrow": any_narrow,
+            "stochastic": update.rounding == "stochastic" and any_narrow,
             "philox_rounds": PHILOX_ROUNDS,
         }
     return facts
@@ -117,12 +110,9 @@ def backward_shape_of(plan: Plan) -> BackwardShape:
     return backward_shape(plan, scalars=2 + scalars)
 
 
-def common_facts(plan: Plan, dtypes: set[str]) -> dict[str, Any]:
+def common_facts(plan: Plan, buckets: tuple[RowBucket, ...], dtypes: set[str]) -> dict[str, Any]:
     """What all kernels of a backward state: types, features, arguments. `dtypes` are those that rows are read in."""
-    fp8 = "fp8_e4m3" in dtypes and arch_named(plan.arch).number >= FP8_ARCH
-    conversions = {
-        name for name, needed in (("half_to_float", "fp16" in dtypes or fp8), ("fp8_to_halves", fp8)) if needed
-    }
+    notes = [*describe(plan), "", "Buckets, widest rows first:", *map(bucket_line, buckets)]
     tables, layout = key_tables(plan), plan.layout
     records = FEATURE_RECORD * len(layout.features) + SLOT_RECORD * (len(tables) + 1)
     firsts = dict(zip(tables, key_firsts(plan), strict=False))
@@ -130,15 +120,11 @@ def common_facts(plan: Plan, dtypes: set[str]) -> dict[str, Any]:
     scaled = {f.index for f in scaled_features(plan)}
     sequence = {f.index: number for number, f in enumerate(layout.sequence_features)}
     return {
-        "uri": plan.uri,
-        "arch": plan.arch,
-        "title": TITLES[plan.op],
-        "header": describe(plan),
+        **head_facts(plan, notes),
         "load_hint": LOAD_HINT,
-        "table_dtypes": dtypes,
-        "conversions": conversions | ({"half_to_float"} if plan.spec.output_dtype == "fp16" else set()),
+        **format_facts(dtypes, arch_named(plan.arch), alone=[plan.spec.output_dtype]),
         "narrow": None,
-        "gradient_dtype": plan.spec.output_dtype,
+        "gradient": FLOATS[plan.spec.output_dtype],
         "output_dtype": "fp32",
         "id_type": DTYPES[plan.id_dtype].c_type,
         "key_type": DTYPES[key_dtype(plan)].c_type,
@@ -149,11 +135,10 @@ def common_facts(plan: Plan, dtypes: set[str]) -> dict[str, Any]:
         "divisor_width": layout.divisor_width,
         "winner_width": layout.winner_width,
         "chunk_bits": CHUNK.bit_length() - 1,
-        "metadata_words": len(UPDATE_METADATA_WORDS),
         "mistakes": MISTAKES,
-        "status_words": len(STATUS_WORDS),
-        "arguments": arguments_of("cuda", plan.op),
-        "parameters": _parameters(plan.op),
+        "arguments": arguments_of(plan.target, plan.op),
+        "records": records_of(arguments_of(plan.target, plan.op)),
+        "pooling_results": RESULTS,
         "sequences": list(sequence),
         "any_absent": plan.spec.has_absent_ids,
         "features": [
@@ -163,13 +148,6 @@ def common_facts(plan: Plan, dtypes: set[str]) -> dict[str, Any]:
             for f in layout.features
         ],
     }
-
-
-def _parameters(op: str) -> list[str]:
-    """A kernel's parameters, several a line; what they mean stands at the struct that holds them."""
-    restricted = [f"{a.c_type}{' __restrict__' if a.is_pointer else ''} {a.name}" for a in arguments_of("cuda", op)]
-    lines = wrap(", ".join(word.replace(" ", NO_BREAK) for word in restricted), LINE, break_long_words=False)
-    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 def _feature_facts(
@@ -186,18 +164,16 @@ def _feature_facts(
         "column": -1 if placed.column is None else placed.column,
         "scaled": scaled,
         "kept": plan.layout.kept_column(placed.index),
-        "hotness": feature.hotness if feature.pooling == "concat" else 0,
+        "hotness": feature.slots,
         "sequence": sequence.get(placed.index, -1),
-        "pooling": feature.pooling.upper(),
-        "weighted": c_bool(feature.weighted),
+        "pooling": feature.kind.result,
+        "weighted": feature.weighted,
         "comment": f"{feature.name} -> {feature.table}",
     }
 
 
 def bucket_facts(b: RowBucket) -> dict[str, Any]:
     states = b.placed.states
-    elements = [str(s.offset) for s in states if s.extent == "element"]
-    rows = [_row_state(s) for s in states if s.extent == "row"]
     return {
         "name": b.name,
         "index": b.index,
@@ -214,14 +190,14 @@ def bucket_facts(b: RowBucket) -> dict[str, Any]:
         "groups": b.groups,
         "item_load": b.item_load,
         "rows": b.rows,
-        "weighted": c_bool(b.weighted),
-        "has_max": c_bool(b.has_max),
+        "weighted": b.weighted,
+        "selects": b.selects,
         "first": b.first,
         "last": b.first + len(b.tables),
         "state_stride": b.placed.state_stride_bytes,
         "state_load": b.state_load,
-        "element_states": _choice(elements),
-        "row_states": _choice(rows),
+        "element_states": [s.offset for s in states if s.extent == "element"],
+        "row_states": [_row_state(s) for s in states if s.extent == "row"],
     }
 
 
@@ -229,18 +205,11 @@ def _row_state(state: StateLayout) -> str:
     return f"{'row' if state.placement == 'tail' else 'states'} + {state.offset}"
 
 
-def _choice(values: list[str]) -> str:
-    """A C expression that is the value of index `number`; empty if there is none."""
-    if not values:
-        return ""
-    return "".join(f"number == {i} ? {v} : " for i, v in enumerate(values[:-1])) + values[-1]
-
-
 def bucket_line(b: RowBucket) -> str:
     tiles = f" in {b.tiles} tiles" if b.tiles > 1 else ""
     return (
-        f"  {b.name}: {b.vectors} vectors of {b.elements} a row{tiles}, {b.groups} rows a block at once, "
-        f"{b.rows} gradients in flight a lane"
+        f"  {b.name}: {b.vectors} vectors of {b.elements} per row{tiles}, {b.groups} rows per block at once, "
+        f"{b.rows} gradients in flight per lane"
     )
 
 
@@ -255,7 +224,3 @@ def _own_bytes(buckets: tuple[RowBucket, ...]) -> set[int]:
 
 def light_blocks(plan: Plan) -> int:
     return max(1, min(256 * LIGHT_BLOCKS, arch_named(plan.arch).threads) // backward_params(plan).block)
-
-
-def c_bool(value: bool) -> str:
-    return "true" if value else "false"

@@ -21,7 +21,6 @@ BASE_THREADS = 256
 GOOD_USE = 0.8
 """Share of a warp's lanes with a vector, from which a cut into tiles is good enough."""
 MOST_TILES_TRIED = 4
-DIVIDING = ("mean", "sqrtn")
 MOST_KEYS = 2**31 - 1
 """Of 32 bits, the sentinel included."""
 MOST_ROWS = 8
@@ -42,7 +41,8 @@ class RowBucket:
     item: str
     """What a gradient is read as: the output's dtype, or fp32 if one is divided first."""
     weighted: bool
-    has_max: bool
+    selects: bool
+    """Whether some of its features do."""
     tables: tuple[int, ...]
     first: int
     """Of its tables, in the order of keys."""
@@ -80,7 +80,7 @@ class RowBucket:
 
     @property
     def name(self) -> str:
-        kinds = ("_weighted" if self.weighted else "") + ("_max" if self.has_max else "")
+        kinds = ("_weighted" if self.weighted else "") + ("_selected" if self.selects else "")
         read = "" if self.item == "fp32" else f"_from_{self.item}"
         return f"d{self.dim}_{self.dtype}{kinds}{read}"
 
@@ -118,8 +118,8 @@ def row_buckets(plan: Plan) -> tuple[RowBucket, ...]:
         table = placed.table
         item = "fp32" if any(f.index in scaled for f in using[index]) else plan.spec.output_dtype
         weighted = any(f.feature.weighted for f in using[index])
-        has_max = any(f.feature.pooling == "max" for f in using[index])
-        groups.setdefault((table.embedding_dim, table.dtype, item, weighted, has_max), []).append(index)
+        selects = any(f.feature.kind.selects for f in using[index])
+        groups.setdefault((table.embedding_dim, table.dtype, item, weighted, selects), []).append(index)
     ordered = sorted(groups.items(), key=lambda group: -group[0][0] * DTYPES[group[0][1]].bytes)
     firsts = accumulate((len(tables) for _, tables in ordered), initial=0)
     return tuple(
@@ -147,14 +147,12 @@ def scaled_features(plan: Plan) -> tuple[FeatureLayout, ...]:
     if plan.op == "weight_gradient":  # divides where it reads
         return ()
     narrow = plan.spec.output_dtype != "fp32"
-    divided = {f.table_index for f in plan.layout.features if f.feature.pooling in DIVIDING}
-    return tuple(
-        f for f in plan.layout.features if f.feature.pooling in DIVIDING or (narrow and f.table_index in divided)
-    )
+    divided = {f.table_index for f in plan.layout.features if f.feature.kind.divides}
+    return tuple(f for f in plan.layout.features if f.feature.kind.divides or (narrow and f.table_index in divided))
 
 
 def scaled_columns(plan: Plan) -> dict[int, int]:
-    """From the index of a scaled feature that is not `none` to its first column of `scaled`, 16-byte aligned."""
+    """From the index of a scaled feature with columns to its first one of `scaled`, 16-byte aligned."""
     columns = {}
     column = 0
     for f in scaled_features(plan):
@@ -186,7 +184,7 @@ def min_blocks(plan: Plan) -> int:
     heavy = states >= HEAVY_STATES or any(b.elements >= HEAVY_ELEMENTS for b in buckets)
     heavy |= sums_rows(plan) and any(b.tiles > 1 for b in buckets)
     heavy |= states > 0 and any(b.item != "fp32" for b in buckets)
-    plain = not states and not sums_rows(plan) and all(b.dtype == b.item == "fp32" and not b.has_max for b in buckets)
+    plain = not states and not sums_rows(plan) and all(b.dtype == b.item == "fp32" and not b.selects for b in buckets)
     most = HEAVY_BLOCKS if heavy else params.pipeline[1] if plain else USUAL_BLOCKS
     wanted = min(params.pipeline[1], most)
     return max(1, min(BASE_THREADS * wanted, arch_named(plan.arch).threads) // params.block)
@@ -206,7 +204,7 @@ def _bucket(
     dtype: str,
     item: str,
     weighted: bool,
-    has_max: bool,
+    selects: bool,
 ) -> RowBucket:
     params, placed = backward_params(plan), plan.layout.tables[tables[0]]
     size, item_size = DTYPES[dtype].bytes, DTYPES[item].bytes
@@ -228,7 +226,7 @@ def _bucket(
         dtype=dtype,
         item=item,
         weighted=weighted,
-        has_max=has_max,
+        selects=selects,
         tables=tables,
         first=first,
         placed=placed,
@@ -251,7 +249,7 @@ def _steps(plan: Plan, features: list[FeatureLayout], scaled: set[int]) -> set[i
             steps |= {other.dim for other in layout.sequence_features}
         elif f.index not in scaled:  # those begin at multiples of 16 bytes
             steps |= {layout.output_width, f.column}
-        if f.feature.pooling == "concat":
+        if f.feature.slots:
             steps.add(f.dim)
     return steps
 

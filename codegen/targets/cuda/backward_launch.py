@@ -55,7 +55,7 @@ class BackwardShape:
     prepares_gradients: bool
     output_width: int
     weighted: bool
-    has_max: bool
+    selects: bool
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def backward_shape(plan: Plan, scalars: int) -> BackwardShape:
         prepares_gradients=plan.op == "backward" or bool(scaled_features(plan)),
         output_width=plan.layout.output_width,
         weighted=any(f.weighted for f in plan.spec.features),
-        has_max=any(f.pooling == "max" for f in plan.spec.features),
+        selects=any(f.kind.selects for f in plan.spec.features),
     )
 
 

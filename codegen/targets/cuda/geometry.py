@@ -15,6 +15,7 @@ from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import Shape
 from embforge.codegen.targets.cuda.arch import MAX_STATIC_SHARED, arch_named
 
 RUNS_WANTED = 16
@@ -60,9 +61,9 @@ class BucketGeometry:
     rows: int
     store: int
     winners_store: int
-    """Of a max bucket whose backward will come: bytes a store of winners."""
+    """Of a bucket that selects and whose backward will come: bytes a store of winners."""
     run: int
-    """Bags (pooled, at most, a power of two) or positions (none, concat) a block owns."""
+    """Bags (pooled, at most, a power of two) or positions (of all others) a block owns."""
     min_run: int
     window: int
     block: int
@@ -73,7 +74,7 @@ class BucketGeometry:
 
     @property
     def pooled(self) -> bool:
-        return self.bucket.pooling in ("sum", "max")
+        return self.bucket.pooling.pooled
 
     @property
     def wide(self) -> bool:
@@ -102,7 +103,7 @@ class BucketGeometry:
     def long_kind(self) -> str:
         """The struct of its long bags: pooled buckets that differ only in their shape share one."""
         weighted = "_weighted" if self.bucket.weighted else ""
-        return f"long_{self.bucket.dtype}_{self.bucket.pooling}{weighted}_{self.vector}"
+        return f"long_{self.bucket.dtype}_{self.bucket.pooling.name}{weighted}_{self.vector}"
 
 
 def cuda_params(plan: Plan) -> CudaParams:
@@ -179,7 +180,7 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, few
     arch, params = arch_named(plan.arch), cuda_params(plan)
     ids, bags = params.id_tile // fewer_ids, params.bags_per_block // fewer_bags
     most_elements = MOST_TOTALS // (4 * params.block)
-    if trains(plan) and bucket.pooling == "max":
+    if trains(plan) and bucket.pooling.selects:
         most_elements = min(most_elements, MOST_WINNERS)
     widest = min(params.vector_bytes, arch.widest_load, most_elements * DTYPES[bucket.dtype].bytes)
     vector = largest_power_of_two(bucket.row_alignment, widest)
@@ -195,7 +196,7 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, few
         # What is wanted there is all that the occupancy gives: threads without a vector must be made up for.
         rows = math.ceil(rows * params.block * tiles / (groups * vectors))
     rows = min(rows, max(1, ids // groups))
-    if bucket.pooling in ("sum", "max"):
+    if bucket.pooling.pooled:
         run = power_of_two_below(min(bags, groups * params.interleave))
     else:
         run = min(MOST_COPIED, groups * max(rows, params.interleave))
@@ -238,7 +239,7 @@ def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
     """Bytes of the widest store that is aligned wherever the bucket writes and never runs over a row's end."""
     size = DTYPES[plan.spec.output_dtype].bytes
     steps = [bucket.dim, elements]
-    if bucket.pooling == "none":
+    if bucket.pooling.shape is Shape.SEQUENCE:
         steps += [f.dim for f in plan.layout.sequence_features]
     else:
         steps += [plan.layout.output_width, *(f.column or 0 for f in bucket.features)]
@@ -246,7 +247,7 @@ def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
 
 
 def _winners_store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
-    """The same for positions of ids, which a max bucket writes if a backward will come."""
+    """The same for positions of ids, which a bucket that selects writes if a backward will come."""
     layout = plan.layout
     steps = [bucket.dim, elements, layout.winner_width]
     steps += [layout.winner_column[f.index] for f in bucket.features if f.index in layout.winner_column]

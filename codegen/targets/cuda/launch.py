@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embforge.codegen.kernel import MISTAKES, STATUS_WORDS
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import Shape
 from embforge.codegen.semantics import CHUNK
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS
 from embforge.codegen.targets.cuda.arch import MAX_STATIC_SHARED
 from embforge.codegen.targets.cuda.geometry import (
     OTHER_SHARED,
@@ -73,10 +74,10 @@ def widest_pooled(plan: Plan) -> int:
 
 
 def scratch_width(plan: Plan) -> int:
-    """Floats that a unit of a long bag leaves in scratch: the widest pooled row, the winners of the widest max row if
-    a backward will come, and weight or count."""
-    largest = (g.bucket.dim for g in geometry_of(plan) if g.bucket.pooling == "max")
-    return widest_pooled(plan) + (max(largest, default=0) if trains(plan) else 0) + 1
+    """Floats that a unit of a long bag leaves in scratch: the widest pooled row, the winners of the widest row
+    that is selected if a backward will come, and weight or count."""
+    selected = (g.bucket.dim for g in geometry_of(plan) if g.bucket.pooling.selects)
+    return widest_pooled(plan) + (max(selected, default=0) if trains(plan) else 0) + 1
 
 
 def main_symbols(plan: Plan) -> tuple[str, ...]:
@@ -93,19 +94,20 @@ def long_symbols(plan: Plan) -> tuple[str, str]:
 class BlockRange:
     """One bucket's blocks as a function of the batch: the device's chain of comparisons counts the same."""
 
-    pooling: str
+    shape: Shape
+    """Of its features' results."""
     factor: int
     """Blocks a run: tiles, times features where these are all cut alike."""
     min_run: int
     run: int
     hotness: tuple[int, ...]
-    """Of its `concat` features."""
+    """Of its features whose rows lie side by side."""
 
     def blocks(self, batch: int, num_values: int) -> int:
         """Blocks for a batch of that many samples and ids."""
-        if self.pooling == "none":
+        if self.shape is Shape.SEQUENCE:
             return self.factor * -(-max(num_values, 1) // self.run)
-        if self.pooling == "concat":
+        if self.shape is Shape.CONCAT:
             return self.factor * sum(-(-batch * slots // self.run) for slots in self.hotness)
         return self.factor * -(-batch // run_of(self.min_run, self.run, batch))
 
@@ -153,8 +155,9 @@ def shape_of(plan: Plan) -> LaunchShape:
 def range_of(g: BucketGeometry) -> BlockRange:
     """The blocks of a bucket."""
     features = g.bucket.features
-    hotness = tuple(f.feature.hotness or 1 for f in features) if g.bucket.pooling == "concat" else ()
-    return BlockRange(g.bucket.pooling, g.tiles * (len(features) if g.pooled else 1), g.min_run, g.run, hotness)
+    shape = g.bucket.pooling.shape
+    hotness = tuple(f.feature.slots for f in features) if shape is Shape.CONCAT else ()
+    return BlockRange(shape, g.tiles * (len(features) if g.pooled else 1), g.min_run, g.run, hotness)
 
 
 def launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:

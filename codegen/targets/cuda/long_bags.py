@@ -55,7 +55,7 @@ class LongGeometry:
     parts: int
     """Floats that the chunks of one wave leave in shared memory."""
     winner_parts: int
-    """Bytes likewise, of max buckets whose backward will come; at least 1, because no array is empty."""
+    """Bytes likewise, of buckets that select and whose backward will come; at least 1, because no array is empty."""
     weighted: bool
     shared: int
     """Bytes of the kernel's struct LongStage, which lies in dynamic shared memory."""
@@ -77,7 +77,7 @@ def _with_chunks(plan: Plan, pooled: tuple[BucketGeometry, ...], chunks: int) ->
     kinds = tuple(LongKind(found[0].long_kind, found, _rows(plan, found, chunks)) for found in members)
     pitch = max((kind.slots for kind in kinds), default=CHUNK) | 1
     parts = _parts(pooled, chunks)
-    winner_parts = _parts([g for g in pooled if g.bucket.pooling == "max"], chunks)
+    winner_parts = _parts([g for g in pooled if g.bucket.pooling.selects], chunks)
     weighted = any(g.bucket.weighted for g in pooled)
     ids = chunks * pitch
     source = SOURCE_BYTES + (ABSENT_BYTES if plan.spec.has_absent_ids else 0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import package_version
+from embforge.codegen.targets.compiler_log import numbered_log
 from embforge.codegen.targets.cuda.packages import cuda_module
 
 FLAGS: dict[str, Any] = {"std": "c++17", "fma": False, "lineinfo": True}
@@ -32,20 +32,10 @@ def compile_cubin(source: Path, arch: str) -> bytes:
     except Exception as error:  # cuda.core's NVRTCError is not public; anything else is told by its own message
         if "NVRTC" not in type(error).__name__:
             raise
-        raise CompileError(numbered_log(source, text, str(error).replace(name, str(source)))) from error
+        log = numbered_log(str(error).replace(name, str(source)), text, str(source), CONTEXT_LINES)
+        raise CompileError(f"NVRTC could not compile {source}\n{log}") from error
     finally:
         program.close()
-
-
-def numbered_log(source: Path, text: str, log: str) -> str:
-    """A compiler's log, and the source lines that it names, numbered."""
-    lines = text.splitlines()
-    named = sorted({int(n) for n in re.findall(re.escape(str(source)) + r"\((\d+)\)", log)})
-    shown: set[int] = set()
-    for number in named:
-        shown.update(range(max(1, number - CONTEXT_LINES), min(len(lines), number + CONTEXT_LINES) + 1))
-    excerpt = "\n".join(f"{'>' if n in named else ' '} {n:5d} | {lines[n - 1]}" for n in sorted(shown))
-    return f"NVRTC could not compile {source}\n{log.strip()}\n\n{excerpt}".rstrip()
 
 
 def nvrtc_version() -> tuple[int, int]:

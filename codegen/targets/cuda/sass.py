@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from embforge.codegen.errors import ToolchainError
+from embforge.codegen.kernel import KernelPlan
 from embforge.codegen.plan import Plan
+from embforge.codegen.targets.cuda import resolve, stages
 from embforge.codegen.targets.cuda.arch import arch_named, resident_threads
 from embforge.codegen.targets.cuda.backward_geometry import backward_params, row_buckets
 from embforge.codegen.targets.cuda.geometry import BIG_ROW, cuda_params, geometry_of
 from embforge.codegen.targets.cuda.launch import shape_of
 from embforge.codegen.targets.cuda.long_bags import long_geometry
 from embforge.codegen.targets.cuda.packages import INSTALL, cuda_module
-from embforge.codegen.targets.cuda.stages import THREADS
 
 LOAD_BYTES = {"256": 32, "128": 16, "64": 8, "U16": 2, "U8": 1}
 LOAD_FUNCTION, LOAD_FUNCTION_LINES = "void load_row(", 7
@@ -53,7 +54,7 @@ class KernelCode:
     groups: list[LoadGroup] = field(default_factory=list)
 
 
-def kernel_resources(plan: Plan, source: str, binary: bytes) -> list[dict[str, Any]]:
+def kernel_resources(plan: KernelPlan, source: str, binary: bytes) -> list[dict[str, Any]]:
     """Per kernel symbol: what it takes and what it keeps in flight. `source` is the text the binary was made from.
 
     `bytes_in_flight`: loads before the first use of a result, times the threads that a multiprocessor holds and that
@@ -107,15 +108,16 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
     return kernels
 
 
-def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelCode) -> dict[str, Any]:
-    forward = plan.op.startswith("forward")
+def _figures(plan: KernelPlan, symbol: str, registers: int, shared: int, code: KernelCode) -> dict[str, Any]:
     arch, threads = arch_named(plan.arch), _threads(plan)
     shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from there on
-    shared += shape_of(plan).shared_of(symbol) if forward else 0
-    resident = resident_threads(arch, threads, registers, shared)
     use: dict[str | None, tuple[int, float]] = {None: (0, 1.0)}
-    if plan.op != "stages":
-        use |= _use(plan) if forward else _backward_use(plan)
+    if isinstance(plan, Plan) and plan.op.startswith("forward"):
+        shared += shape_of(plan).shared_of(symbol)
+        use |= _use(plan)
+    elif isinstance(plan, Plan) and plan.op != "resolve":
+        use |= _backward_use(plan)
+    resident = resident_threads(arch, threads, registers, shared)
     in_flight = [(g, round(sum(g.widths) * resident * use[g.struct][1])) for g in code.groups]
     return {
         "symbol": symbol,
@@ -131,10 +133,12 @@ def _figures(plan: Plan, symbol: str, registers: int, shared: int, code: KernelC
     }
 
 
-def _threads(plan: Plan) -> int:
+def _threads(plan: KernelPlan) -> int:
     """Threads of a block."""
-    if plan.op == "stages":
-        return THREADS
+    if not isinstance(plan, Plan):
+        return stages.THREADS
+    if plan.op == "resolve":
+        return resolve.THREADS
     return cuda_params(plan).block if plan.op.startswith("forward") else backward_params(plan).block
 
 

@@ -8,17 +8,16 @@ from typing import Any
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.errors import PlanError
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets.cuda.backward import bucket_facts, bucket_line, common_facts, light_blocks, sum_facts
+from embforge.codegen.targets.cuda.backward import bucket_facts, common_facts, light_blocks, sum_facts
 from embforge.codegen.targets.cuda.backward_geometry import (
-    DIVIDING,
     RowBucket,
     backward_params,
     min_blocks,
     row_buckets,
 )
 from embforge.codegen.targets.cuda.backward_launch import symbol_of
-from embforge.codegen.targets.cuda.shared_memory import check_shared
 from embforge.codegen.targets.cuda.launch import KernelLaunch
+from embforge.codegen.targets.cuda.shared_memory import check_shared
 
 KERNELS = ("dots", "shares")
 """In the order of their launches; the second only if a weighted feature divides."""
@@ -30,17 +29,19 @@ def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
     if not buckets:
         raise PlanError(f"plan field op={plan.op!r} does not fit a collection without a weighted feature")
     check_shared(plan)
-    of_table = {table: b.index for b in buckets for table in b.tables}
+    of_table = {table: b.name for b in buckets for table in b.tables}
     row_bytes = {b.elements * DTYPES[b.dtype].bytes for b in buckets}
-    facts = common_facts(plan, {b.dtype for b in buckets} | {b.item for b in buckets})
-    return facts | {
+    common = common_facts(plan, buckets, {b.dtype for b in buckets} | {b.item for b in buckets})
+    return common | {
         "symbols": {name: symbol_of(plan.symbol, name) for name in KERNELS},
-        "header": [*facts["header"], "", "Buckets, widest rows first:", *map(bucket_line, buckets)],
         "load_bytes": sorted({*row_bytes, *(b.item_load for b in buckets)}, reverse=True),
         "min_blocks": min_blocks(plan),
         "light_blocks": light_blocks(plan),
         "buckets": [bucket_facts(b) for b in buckets],
-        "bucket_of": [of_table[f.table_index] if f.feature.weighted else -1 for f in plan.layout.features],
+        "features": [
+            facts | {"bucket": of_table[f.table_index] if f.feature.weighted else None}
+            for facts, f in zip(common["features"], plan.layout.features, strict=True)
+        ],
         "divided": _divided(plan),
         "update": False,
         "row_wise": True,
@@ -78,7 +79,7 @@ def weights_shape(plan: Plan) -> WeightsShape:
 
 
 def _divided(plan: Plan) -> list[int]:
-    return [f.index for f in plan.layout.features if f.feature.weighted and f.feature.pooling in DIVIDING]
+    return [f.index for f in plan.layout.features if f.feature.weighted and f.feature.kind.divides]
 
 
 def _buckets(plan: Plan) -> tuple[RowBucket, ...]:

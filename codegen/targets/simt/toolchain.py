@@ -14,20 +14,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from embforge.codegen import cache
 from embforge.codegen.errors import CompileError, ToolchainError
+from embforge.codegen.kernel import KernelPlan
 from embforge.codegen.machine import HEADER_PACKAGES, Compiler, cuda_headers, find_compiler, package_version
-from embforge.codegen.plan import Plan
-from embforge.codegen.targets import Source, Target
+from embforge.codegen.target import target_named
+from embforge.codegen.targets import Toolchain
+from embforge.codegen.targets.compiler_log import numbered_log
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
-from embforge.codegen.targets.cpu.forward import numbered_log
-from embforge.codegen.targets.cuda.forward import CUDA
+from embforge.codegen.targets.cuda.toolchain import CUDA
 from embforge.codegen.targets.simt.image import image_source
+
+P = TypeVar("P", bound=KernelPlan)
 
 SYSTEMS = ("linux",)
 PROCESSORS = ("x86_64", "aarch64")
@@ -63,9 +65,9 @@ IMAGE_FLAGS = (
 LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-Wl,--build-id=none")
 
 
-def twin_of(plan: Plan) -> Plan:
-    """The cuda plan whose text the plan runs: symbols, grids and buffers are the twin's too."""
-    return replace(plan, target="cuda")
+def twin_of(plan: P) -> P:
+    """The plan whose text the plan runs: symbols, grids and buffers are the twin's too."""
+    return plan.on(target_named(plan.target).text_of)
 
 
 def compile_image(text: str, name: str, arch: str = DEFAULT_ARCH) -> bytes:
@@ -160,7 +162,7 @@ def _runtime_fields(compiler: Compiler) -> dict[str, str]:
 
 
 def _simt_directory() -> Path:
-    return Path(str(files("embforge.templates") / "simt"))
+    return Path(str(files("embforge.templates") / "emulator"))
 
 
 def _run(compiler: Compiler, words: list[str], directory: Path, text: str, name: str) -> None:
@@ -173,23 +175,16 @@ def _run(compiler: Compiler, words: list[str], directory: Path, text: str, name:
         )
 
 
-def _facts(plan: Plan) -> dict[str, Any]:
-    return CUDA.sources[plan.op].facts(twin_of(plan))
-
-
-def _compile(plan: Plan, source: Path) -> bytes:
+def _compile(plan: KernelPlan, source: Path) -> bytes:
     return compile_image(source.read_text(encoding="utf-8"), f"{twin_of(plan).uri}.cu", plan.arch)
 
 
-def _fingerprint(plan: Plan) -> dict[str, str]:
+def _fingerprint(plan: KernelPlan) -> dict[str, str]:
     return image_fingerprint(plan.arch)
 
 
-SIMT = Target(
-    name="simt",
-    sources={op: Source(source.template, _facts) for op, source in CUDA.sources.items()},
-    source_suffix=CUDA.source_suffix,
-    binary_suffix=".so",
+SIMT = Toolchain(
+    sources={op: source.of_twin("cuda") for op, source in CUDA.sources.items()},
     compile=_compile,
     fingerprint=_fingerprint,
     resources=lambda plan, binary: [],

@@ -8,7 +8,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include "hooks.h"
 
@@ -18,7 +17,7 @@
 
 extern "C" const char __start_simt_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" const char __stop_simt_shared[] __attribute__((weak, visibility("hidden")));
-extern "C" const char simt_image_arch[];  // by codegen/targets/simt_image.py
+extern "C" const char simt_image_arch[];  // by codegen/targets/simt/image.py
 
 namespace simt {
 
@@ -31,7 +30,6 @@ void register_kernel(const Kernel& kernel) { kernels().push_back(kernel); }
 float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 uint16_t float_to_half(float value) { return __half_as_ushort(__float2half_rn(value)); }
 uint16_t float_to_bf16(float value) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
-float fp8_to_float(uint8_t bits) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3))); }
 
 void trap(uint32_t line) {
     report_bug(*m.current, "trap", SIMT_PC, "__trap() of line %u", line);

@@ -88,7 +88,6 @@ void register_kernel(const Kernel& kernel);
 
 // Conversions, by NVIDIA's own headers.
 float half_to_float(uint16_t bits);
-float fp8_to_float(uint8_t bits);
 uint16_t float_to_half(float value);
 uint16_t float_to_bf16(float value);
 

@@ -1,1 +1,1 @@
-"""One file a backend: how a plan's kernel is called."""
+"""How kernels are called: one folder per backend, and the table of all of them."""

@@ -26,4 +26,4 @@ class Gradients(NamedTuple):
     divisors: Tensor | None
     """fp32 `[batch, features that divide]`, as the forward stored them; None if there is no such feature."""
     winners: Tensor | None
-    """`[batch, columns of max features]` positions in the dtype of ids; None if there is no such feature."""
+    """`[batch, columns of features that select]` positions in the dtype of ids; None if there is no such feature."""

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from embforge.codegen.plan import Plan
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata, frozen_beside
@@ -55,11 +54,7 @@ class GroupedUpdate(UpdateKernel):
 
     def __init__(self, parts: Sequence[Part], kernels: Sequence[UpdateKernel]) -> None:
         self._parts, self._kernels = tuple(parts), tuple(kernels)
-
-    @property
-    def plan(self) -> Plan:  # type: ignore[override]
-        """The first rule's; the others differ in the rule, and maybe in plan fields."""
-        return self._kernels[0].plan
+        self.plan = kernels[0].plan  # the others' differ in the rule, and maybe in plan fields
 
     def __call__(
         self,

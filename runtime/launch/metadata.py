@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.kernel import METADATA_WORDS, REMAP_WORDS, UPDATE_METADATA_WORDS
 from embforge.codegen.layout import CollectionLayout
-from embforge.codegen.signature import METADATA_WORDS, UPDATE_METADATA_WORDS
+from embforge.codegen.spec import CollectionSpec
 
 UNCHECKED_ROWS = -1
 """As an unsigned number no id reaches it."""
@@ -60,6 +61,30 @@ def update_metadata_of(
         for t, s, trained in zip(tables, states, trainable, strict=True)
     )
     return _metadata(facts, tables[0].device)
+
+
+def check_remaps(spec: CollectionSpec, remaps: Sequence[Tensor], device: torch.device) -> None:
+    """ValueError for what a kernel could not read in the place of a remap's entries."""
+    remapped = [table for table in spec.tables if not table.ids_are_rows]
+    for table, entries in zip(remapped, remaps, strict=True):
+        lies = entries.is_contiguous() and not entries.is_neg() and entries.device == device
+        if entries.dtype != torch.int64 or entries.shape != (table.remap,) or not lies:
+            raise ValueError(
+                f"remap of table {table.name!r}: {entries.dtype} {tuple(entries.shape)} on {entries.device} stands in "
+                f"its place; its kernel needs a contiguous torch.int64 tensor of shape ({table.remap},) on {device}: "
+                "use set_remap(name, entries)"
+            )
+
+
+def remap_metadata_of(spec: CollectionSpec, remaps: Sequence[Tensor]) -> Metadata:
+    """The metadata of a step that turns ids into rows: `REMAP_WORDS` per table, zeros where ids are rows."""
+    assert REMAP_WORDS == ("address", "ids", "rows")
+    arrays = iter(remaps)
+    facts = tuple(
+        (0, 0, 0) if table.ids_are_rows else (next(arrays).data_ptr(), table.remap, table.num_embeddings)
+        for table in spec.tables
+    )
+    return _metadata(facts, remaps[0].device)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from embforge.codegen.layout import TableLayout
 from embforge.codegen.spec import CollectionSpec
 from embforge.memory import ask_for_huge_pages
-from embforge.storage.static import NO_FP8_GRADIENT, StaticTable, note_made
+from embforge.number_formats import torch_computes
+from embforge.storage.remap import Remap
+from embforge.storage.static import NO_TORCH_GRADIENT, StaticTable, note_made
 
 Sparse = bool | Collection[str] | None
 
@@ -23,8 +25,8 @@ class ParameterTable(StaticTable, nn.Embedding):
     sparse gradients. A dense gradient takes as much memory as the table and is written anew in every backward pass.
     """
 
-    def __init__(self, layout: TableLayout, device: torch.device, *, sparse: bool) -> None:
-        super().__init__(layout, device)
+    def __init__(self, layout: TableLayout, device: torch.device, *, sparse: bool, remap: Remap | None = None) -> None:
+        super().__init__(layout, device, remap=remap)
         self.num_embeddings, self.embedding_dim = layout.table.num_embeddings, layout.table.embedding_dim
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, sparse
@@ -58,8 +60,8 @@ def gradient_of(parameter: Tensor, rows: Tensor, sums: Tensor, *, sparse: bool) 
 
     Sparse and coalesced, or dense and contiguous, which is what autograd wants of a parameter with gaps between rows.
     """
-    if parameter.dtype.itemsize == 1:
-        raise TypeError(NO_FP8_GRADIENT)
+    if not torch_computes(parameter.dtype):
+        raise TypeError(NO_TORCH_GRADIENT)
     values = sums.to(parameter.dtype)
     if not sparse:
         return dense_gradient(parameter.shape, rows, values)

@@ -10,24 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embforge.codegen.dtypes import DTYPES
+from embforge.chosen_device import device_after
+from embforge.codegen.dtypes import FLOATS
 from embforge.codegen.layout import TableLayout
+from embforge.codegen.reading.numbers import size
+from embforge.codegen.spec import TableSpec
 from embforge.memory import ask_for_huge_pages
+from embforge.number_formats import torch_computes, torch_dtype
 from embforge.storage.fused_steps import guard_padded
+from embforge.storage.remap import Remap
 from embforge.storage.rule_entry import ENTRY, rule_entry, wrong_rule
 from embforge.storage.states import allocate_section, state_views, versioned
+from embforge.torch_internals import has_gradient_hooks, sparse_values
 
 MADE = "_embforge_made"
 """A parameter's attribute: where the numbers of a coalesced gradient lie that is on its way to it."""
-NO_FP8_GRADIENT = (
+NO_TORCH_GRADIENT = (
     "an fp8 table cannot be trained by torch.optim: torch has no fp8 gradients; give the module an optimizer of "
     "embforge.optim, which updates its rows itself, or freeze the table"
 )
 NO_RULE = "its optimizer is None, so that it cannot be trained; make the module with an optimizer for it"
-
-
-SHOWN_TABLES = 12
-"""How many lines the tables of a collection take when it is printed."""
 
 
 class StaticTable(nn.Module):
@@ -45,6 +47,8 @@ class StaticTable(nn.Module):
     hold of a table: whoever copies `weight` copies no padding."""
     sparse: bool = False
     """Whether gradients are sparse. A fused table has none."""
+    remap: Remap | None
+    """The row of each id, where ids are not rows."""
 
     def __init__(
         self,
@@ -54,9 +58,11 @@ class StaticTable(nn.Module):
         fused: bool = False,
         initial: Mapping[str, float] | None = None,
         has_rule: bool = True,
+        remap: Remap | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not that of a class between: see ParameterTable
         self.layout = layout
+        self.remap = remap
         self.initial = dict(initial or {})
         """What states are before the first update, where that is not 0."""
         self._has_rule = has_rule
@@ -76,10 +82,14 @@ class StaticTable(nn.Module):
         if before is not None:  # what the module has written on its rows is true of these too
             self.weight.__dict__.update(before.__dict__)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
     def extra_repr(self) -> str:
         table, layout = self.layout.table, self.layout
-        size = f"{table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {readable_bytes(layout.table_bytes)}"
-        return f"{size}, {readable_bytes(self.section.nbytes)} of optimizer states" if self.section.nbytes else size
+        told = f"{table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {size(layout.table_bytes)}"
+        told += f", {size(self.section.nbytes)} of optimizer states" if self.section.nbytes else ""
+        return told if self.remap is None else f"{told}, {self.remap.extra_repr()}"
 
     def states(self) -> dict[str, Tensor]:
         """The optimizer's states by name, live."""
@@ -93,7 +103,7 @@ class StaticTable(nn.Module):
     def set_trainable(self, wanted: bool) -> None:
         """Whether a backward changes the table, or gives it a gradient. TypeError if nothing can train it."""
         if wanted and not self.can_train():
-            raise TypeError(f"table {self.layout.table.name!r}: {NO_RULE if self.is_fused else NO_FP8_GRADIENT}")
+            raise TypeError(f"table {self.layout.table.name!r}: {NO_RULE if self.is_fused else NO_TORCH_GRADIENT}")
         if not self.is_fused:
             self.weight.requires_grad_(wanted)
             _mark_gradients(self.weight)
@@ -115,11 +125,11 @@ class StaticTable(nn.Module):
 
     def can_train(self) -> bool:
         """Whether anything can train the table as it is held."""
-        return self._has_rule if self.is_fused else self.weight.dtype.itemsize > 1
+        return self._has_rule if self.is_fused else torch_computes(self.weight.dtype)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Rows drawn uniformly from +-1/sqrt(rows), as is usual for recommenders; fp8 from at least +-2^-6.
+        """Rows drawn uniformly from within `starting_bound`, as is usual for recommenders.
 
         States are what they are before the first update.
         """
@@ -127,20 +137,21 @@ class StaticTable(nn.Module):
             return
         for name, state in self.states().items():
             state.fill_(self.initial.get(name, 0.0))
-        bound = 1 / math.sqrt(self.layout.table.num_embeddings)
-        if self.weight.dtype.itemsize > 1:
+        bound = starting_bound(self.layout.table)
+        if torch_computes(self.weight.dtype):
             self.weight.uniform_(-bound, bound)
             return
-        bound = max(bound, 2**-6)  # fp8 has no numbers between 0 and 2^-9
-        for rows in self.weight.split(1 << 16):  # torch draws no fp8: convert a slice at a time
+        for rows in self.weight.split(1 << 16):  # drawn in fp32 and converted, a slice at a time
             drawn = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
             rows.copy_(drawn.uniform_(-bound, bound))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StaticTable:
         # Asked of no rows, fn tells where it would move the table without moving it (and without casting it).
-        device = fn(self.weight.data[:0]).device
+        device = device_after(fn, self.weight.data)
         if device != self.weight.device:
-            self._take(self, device)
+            self.take_rows(self, device)
+        if self.remap is not None:
+            self.remap.move_to(device)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticTable:
@@ -149,7 +160,7 @@ class StaticTable(nn.Module):
         skipped = ("_parameters", "weight", "section", "block")
         twin.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in skipped})
         twin._parameters = {}
-        twin._take(self, self.weight.device)
+        twin.take_rows(self, self.weight.device)
         memo[id(self.weight)] = twin.weight
         return twin
 
@@ -157,13 +168,13 @@ class StaticTable(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key != "weight"}  # of a fused table: see block
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(self, state)
         if self.is_fused:
             self._hold(versioned(self.block), versioned(self.section))
         else:
             _mark_gradients(self.weight)  # hooks are not in a pickle
 
-    def _take(self, other: StaticTable, device: torch.device) -> None:
+    def take_rows(self, other: StaticTable, device: torch.device) -> None:
         """Rows and states of a table (maybe this one), copied to a device."""
         rows, states, known = other.weight.detach(), other.states(), not other.weight.is_meta
         self._move_to(device, like=other)
@@ -214,6 +225,8 @@ class StaticTable(nn.Module):
             # updates the rows where its forward found them.
             if weight is not None and assign and not (self.is_fused and weight.device == self.weight.device):
                 self._move_to(weight.device, like=self)
+                if self.remap is not None:
+                    self.remap.move_to(weight.device)
             targets = {prefix + "weight": self.weight.detach()}
             targets |= {f"{prefix}optim.{name}": state for name, state in self.states().items()}
             for key, tensor in given.items():
@@ -225,6 +238,12 @@ class StaticTable(nn.Module):
         found = {prefix + "weight": self.weight.shape}
         return found | {f"{prefix}optim.{name}": state.shape for name, state in self.states().items()}
 
+    def all_keys(self, prefix: str) -> set[str]:
+        """All that the state dict may hold of this table."""
+        found = set(self.keys(prefix))
+        found |= {prefix + ENTRY} if self.states() else set()
+        return found if self.remap is None else found | {f"{prefix}remap.entries"}
+
     def _move_to(self, device: torch.device, like: StaticTable) -> None:
         """Fresh memory on a device, also for what `load_state_dict(assign=True)` brings: nobody else's tensor fits."""
         if like.is_fused:
@@ -234,60 +253,9 @@ class StaticTable(nn.Module):
             self.section = allocate_section(self.layout, device)
 
 
-class Tables(nn.Module):
-    """The tables by name. A name may hold a dot, which torch's own look for unexpected keys takes for a level."""
-
-    def __repr__(self) -> str:
-        """As of any module, but of many tables only the first ones."""
-        lines = [f"({name}): {table!r}" for name, table in self._modules.items()]
-        if len(lines) > SHOWN_TABLES:
-            lines[SHOWN_TABLES - 1 :] = [f"... and {len(lines) - SHOWN_TABLES + 1} more tables"]
-        return "\n  ".join(["Tables(", *lines]) + "\n)"
-
-    def requires_grad_(self, requires_grad: bool = True) -> Tables:
-        """Fused tables have no parameters that torch's own would find. Tables that cannot be trained stay frozen."""
-        tables: Any = self._modules
-        for table in tables.values():
-            if not requires_grad or table.can_train():
-                table.requires_grad_(requires_grad)
-        return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        tables: Any = self._modules
-        known = {key for name, table in tables.items() for key in table.keys(f"{prefix}{name}.")}
-        known |= {f"{prefix}{name}.{ENTRY}" for name, table in tables.items() if table.states()}
-        # A table that nothing here trains serves what another module trained: it has no use for an optimizer's states.
-        skipped = tuple(f"{prefix}{name}.optim." for name, table in tables.items() if not table.has_rule)
-        unexpected_keys += [
-            key
-            for key in state_dict
-            if strict and key.startswith(prefix) and key not in known and not key.startswith(skipped)
-        ]
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """torch's own dtype of a table that the spec gives this dtype."""
-    dtype: torch.dtype = getattr(torch, DTYPES[name].torch_name)
-    return dtype
-
-
-def readable_bytes(count: int) -> str:
-    """A number of bytes as people write it, e.g. 25.6 MB."""
-    size, unit = float(count), "B"
-    for larger in ("KB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+def starting_bound(table: TableSpec) -> float:
+    """How far from zero starting rows may be: 1/sqrt(rows), but no less than the format's own least bound."""
+    return max(1 / math.sqrt(table.num_embeddings), FLOATS[table.dtype].least_bound)
 
 
 def allocate(layout: TableLayout, device: torch.device) -> Tensor:
@@ -309,8 +277,8 @@ def allocate_block(layout: TableLayout, device: torch.device) -> Tensor:
 
 
 def _parameter(rows: Tensor, like: Tensor | None = None) -> nn.Parameter:
-    """fp8 has no gradients in torch: such tables are trained by a fused optimizer or not at all."""
-    wanted = like.requires_grad if like is not None else rows.dtype.itemsize > 1
+    """Tables of formats that have no gradients in torch are trained by a fused optimizer or not at all."""
+    wanted = like.requires_grad if like is not None else torch_computes(rows.dtype)
     parameter = nn.Parameter(rows, requires_grad=wanted)
     _mark_gradients(parameter)
     return parameter
@@ -318,7 +286,7 @@ def _parameter(rows: Tensor, like: Tensor | None = None) -> nn.Parameter:
 
 def _mark_gradients(parameter: Tensor) -> None:
     """Sees to it that coalesced gradients are known as such, and gaps between rows, once a parameter has gradients."""
-    if parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
+    if parameter.requires_grad and not has_gradient_hooks(parameter):
         parameter.register_post_accumulate_grad_hook(_say_coalesced)
         guard_padded(parameter)
 
@@ -326,10 +294,10 @@ def _mark_gradients(parameter: Tensor) -> None:
 def _say_coalesced(parameter: Tensor) -> None:
     """Autograd takes a first gradient over as it is, but forgets that it is coalesced: torch.optim would sort it."""
     gradient, made = parameter.grad, parameter.__dict__.pop(MADE, None)
-    if gradient is not None and gradient.is_sparse and gradient._values().data_ptr() == made:
+    if gradient is not None and gradient.is_sparse and sparse_values(gradient).data_ptr() == made:
         gradient._coalesced_(True)
 
 
 def note_made(parameter: Tensor, gradient: Tensor) -> None:
     """A coalesced gradient is on its way to a table."""
-    setattr(parameter, MADE, gradient._values().data_ptr())
+    setattr(parameter, MADE, sparse_values(gradient).data_ptr())

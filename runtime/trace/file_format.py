@@ -23,11 +23,11 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from embforge.trace.archive import read_arrays
 from embforge.codegen.cache import write_atomically
-from embforge.codegen.reading.documents import DocumentError, parse_json, shown
 from embforge.codegen.errors import WorkloadError
+from embforge.codegen.reading.documents import DocumentError, parse_json, shown
 from embforge.codegen.spec import MAX_ROWS
+from embforge.trace.archive import read_arrays
 
 TRACE_SCHEMA = 1
 FILE_VARIABLE, BATCHES_VARIABLE = "EMBFORGE_RECORD", "EMBFORGE_RECORD_BATCHES"

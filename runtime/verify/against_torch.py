@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from embforge.verify.cases import Drawn
 from embforge.codegen.layout import FeatureLayout, layout_of
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.spec import CollectionSpec
+from embforge.verify.cases import Drawn
 
+MODES, WEIGHTED_MODES = ("sum", "mean", "max"), ("sum",)
+"""What torch.nn.functional.embedding_bag can do."""
+SELECTING_MODE = "max"
+"""The one that selects. What another order selects is, but for its sign, what it selects of negated rows."""
 ROUNDOFF = 2.0**-24
 """Of one float32 operation."""
 
@@ -31,7 +35,8 @@ class Difference(NamedTuple):
 def differences_from_torch(
     spec: CollectionSpec, drawn: Drawn, tables: Sequence[Tensor], result: tuple[Tensor, Tensor]
 ) -> Iterator[Difference]:
-    """Every feature that torch can compute: `sum`, `mean`, `max`, weighted `sum`, `none`. All ids must be good."""
+    """Every feature that torch can compute: those of its modes, selections, and rows by themselves. All ids must be
+    good."""
     pooled, sequence = result
     layout = layout_of(spec)
     batch = pooled.shape[0]
@@ -48,7 +53,7 @@ def differences_from_torch(
             taken += rows.numel()
             if not placed.feature.weighted:
                 yield bags.embedding(rows)
-        elif placed.feature.pooling in ("sum", "mean", "max") and (weights is None or placed.feature.pooling == "sum"):
+        elif placed.feature.kind.selects or placed.feature.pooling in (MODES if weights is None else WEIGHTED_MODES):
             yield bags.embedding_bag(pooled[:, placed.column : placed.column + placed.width], weights)
 
 
@@ -62,7 +67,7 @@ class _Bags(NamedTuple):
     table: Tensor
 
     def embedding(self, have: Tensor) -> Difference:
-        """`none` is a copy of rows: it may differ by the conversion to the output dtype, which torch does too."""
+        """A copy of rows, which may differ by the conversion to the output dtype, which torch does too."""
         ids = self.ids.long().clamp(0, len(self.table) - 1)  # of ids that are no rows, which give zeros
         want = functional.embedding(ids, self.table) if self.table.element_size() > 1 else self.table[ids]
         want = want.float().to(have.dtype).double().masked_fill((ids != self.ids)[:, None], 0.0)
@@ -74,26 +79,34 @@ class _Bags(NamedTuple):
         # Only the rows in use, so that torch neither copies nor converts the whole table.
         used, ids = torch.unique(self.ids.long(), return_inverse=True)
         rows = self.table.index_select(0, used.clamp(0, len(self.table) - 1)).double()  # a padding id may be no row
-        pooling, padding = self.placed.feature.pooling, None
+        mode, sign, padding = *self._mode(), None
         if self.placed.feature.padding_idx is not None and bool((used == self.placed.feature.padding_idx).any()):
             padding = int((used == self.placed.feature.padding_idx).nonzero())
-        name = "torch.nn.EmbeddingBag " + ("weighted " if weights is not None else "") + pooling
+        name = "torch.nn.EmbeddingBag " + ("weighted " if weights is not None else "") + mode
+        name += " of negated rows" if sign < 0 else ""
         if not ids.numel():
             return self._difference(name, have, torch.zeros_like(have, dtype=torch.float64), None)
 
         def bag(rows: Tensor, weights: Tensor | None) -> Tensor:
             return functional.embedding_bag(
-                ids, rows, self.starts, mode=pooling, per_sample_weights=weights, padding_idx=padding
+                ids, rows, self.starts, mode=mode, per_sample_weights=weights, padding_idx=padding
             )
 
-        want = bag(rows, None if weights is None else weights.double())
-        if pooling == "max":
+        want = sign * bag(sign * rows, None if weights is None else weights.double())
+        if self.placed.feature.kind.selects:
             return self._difference(name, have, want.to(have.dtype).double(), None)
         sizes = bag(rows.abs(), None if weights is None else weights.double().abs())
         levels = math.ceil(math.log(max(self.longest, 2), CHUNK))
         output = torch.finfo(have.dtype)
         allowed = (levels * CHUNK + 2) * ROUNDOFF * sizes + output.eps * want.abs() + output.smallest_normal
         return self._difference(name, have, want, allowed)
+
+    def _mode(self) -> tuple[str, int]:
+        """Torch's mode, and the sign that its rows and results take."""
+        combiner = self.placed.feature.kind.combiner
+        if combiner is not None and combiner.selects:
+            return SELECTING_MODE, combiner.order
+        return self.placed.feature.pooling, 1
 
     def _difference(self, peer: str, have: Tensor, want: Tensor, allowed: Tensor | None) -> Difference:
         """`allowed` None: no difference at all."""

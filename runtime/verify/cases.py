@@ -16,6 +16,7 @@ from torch import Tensor
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import TableLayout, layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.number_formats import torch_computes
 
 USUAL_LENGTH = 4
 """Ids in a bag of a feature whose spec gives no hotness."""
@@ -39,7 +40,7 @@ class Case:
     batch: int
     lengths: Literal["usual", "one", "none", "edges", "split", "deep", "long"] = "usual"
     ids: Literal["uniform", "zipf", "same"] = "uniform"
-    id_dtype: Literal["int32", "int64"] = "int64"
+    id_dtype: str = "int64"
     weights: Literal["absent", "normal", "special"] = "normal"
     bad_ids: bool = False
 
@@ -66,7 +67,7 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.
         table = spec.table(feature.table)
         of_feature = _lengths(feature, table, case, generator)
         kind = (feature.pooling, feature.weighted, table.dtype)
-        if case.lengths in LONGEST and case.batch and feature.pooling not in ("none", "concat"):
+        if case.lengths in LONGEST and case.batch and feature.kind.pooled:
             longest, most_bytes, otherwise = LONGEST[case.lengths]
             fits = kind not in kinds and longest * table.embedding_dim * 4 <= most_bytes
             of_feature[_below(case.batch, 1, generator)] = longest if fits else otherwise
@@ -84,7 +85,6 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.
 def _lengths(feature: FeatureSpec, table: TableSpec, case: Case, generator: torch.Generator) -> Tensor:
     if case.lengths in ("one", "none"):
         return torch.full((case.batch,), 1 if case.lengths == "one" else 0, dtype=torch.int64, device="cpu")
-    most = feature.hotness if feature.pooling == "concat" and feature.hotness else None
     if case.lengths == "edges":
         edges = torch.tensor(EDGE_LENGTHS, dtype=torch.int64, device="cpu")
         lengths = edges[_below(len(EDGE_LENGTHS), case.batch, generator)]
@@ -92,7 +92,7 @@ def _lengths(feature: FeatureSpec, table: TableSpec, case: Case, generator: torc
         chance = 1.0 / (1 + (feature.hotness or USUAL_LENGTH))
         even = torch.rand(case.batch, generator=generator, dtype=torch.float64, device="cpu")
         lengths = (even.neg().log1p() / math.log(1.0 - chance)).long()
-    return lengths if most is None else lengths.clamp(max=most)
+    return lengths.clamp(max=feature.slots) if feature.slots else lengths
 
 
 def _ids(feature: FeatureSpec, table: TableSpec, case: Case, count: int, generator: torch.Generator) -> Tensor:
@@ -127,13 +127,14 @@ def _table(placed: TableLayout, special: bool, generator: torch.Generator, devic
     table, dtype = placed.table, getattr(torch, DTYPES[placed.table.dtype].torch_name)
     raw = torch.full((table.num_embeddings, placed.stride_bytes), 255, dtype=torch.uint8, device="cpu")
     rows = raw.view(dtype)[:, : table.embedding_dim]
-    if special or DTYPES[table.dtype].bytes == 1:
+    if special or not torch_computes(dtype):
         numbers = _normal(rows.shape, generator)
         if special:
             _sprinkle(numbers.view(-1), (0.0, -0.0, 1e-40, -1e-42, 2e-5, 3e38, 6e4), 0.1, generator)
             _sprinkle(numbers.view(-1), (torch.inf, -torch.inf, torch.nan), 0.005, generator)
-            numbers[::4] = -numbers[::4].abs()  # rows whose largest number is often a zero, of either sign
-            _sprinkle(numbers[::4], (0.0, -0.0), 0.5, generator)
+            # Rows whose largest number is often a zero, of either sign, and rows whose smallest one is.
+            numbers[::4], numbers[2::4] = -numbers[::4].abs(), numbers[2::4].abs()
+            _sprinkle(numbers[::2], (0.0, -0.0), 0.5, generator)
         rows.copy_(numbers)
     else:
         rows.uniform_(-1, 1, generator=generator)

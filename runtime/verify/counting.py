@@ -13,16 +13,16 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.geometry import geometry_of, register_classes
 from embforge.codegen.targets.cuda.launch import long_symbols, main_symbols, shape_of
 from embforge.codegen.targets.simt.toolchain import twin_of
-from embforge.launch.simt.counters import SECTOR, KernelCounters, together
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of
+from embforge.launch.simt.counters import SECTOR, KernelCounters, together
 from embforge.launch.simt.forward import SimtForward, SimtOptions
 
 
 @dataclass(frozen=True)
 class CountedKernel:
-    """A kernel's counters beside what it made: `outputs` counts bags, and rows of features with pooling 'none'."""
+    """A kernel's counters beside what it made: `outputs` counts bags, and rows of features that are not pooled."""
 
     name: str
     """Short: forward, wide, long, merge, or all of them together."""
@@ -78,7 +78,7 @@ def _outputs(plan: Plan, batch: Batch, sizes: Sequence[int]) -> dict[str, int]:
         made[symbol] = sum(sizes[f.index] if f.column is None else batch.batch for f in owned)
     longest = shape_of(twin).long_bag
     lengths = batch.offsets.diff().view(len(plan.layout.features), -1)
-    pooled = [f.index for f in plan.layout.features if f.feature.pooling not in ("none", "concat")]
+    pooled = [f.index for f in plan.layout.features if f.feature.kind.pooled]
     long_bags = int((lengths[pooled] > longest).sum())
     return made | dict.fromkeys(long_symbols(twin), long_bags)
 

@@ -14,20 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.verify.against_torch import differences_from_torch
-from embforge.backends import arch_of
+from embforge.backends import arch_of, device_of
 from embforge.codegen.build import build_many, source_of
 from embforge.codegen.dtypes import ID_DTYPES
 from embforge.codegen.errors import EmbforgeError, ToolchainError
-from embforge.codegen.params import PARAMS, CudaParams, Params
+from embforge.codegen.params import CudaParams, Params, params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.target import target_named
 from embforge.codegen.targets.simt.image import device_code
 from embforge.device import gpu_facts
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.launch.simt.forward import SimtForward, SimtOptions
-from embforge.verify.pairwise import covering
 from embforge.places import pooled_place, sequence_place
+from embforge.verify.against_torch import differences_from_torch
+from embforge.verify.pairwise import covering
 from embforge.verify.probes import Probe, Progress, Result, call_of, few_probes_of, probes_of, run, whole
 
 SCHEDULES = 3
@@ -95,6 +96,8 @@ def verify(
 ) -> VerifyReport:
     """Runs backend `on` over batches that look for trouble, with every thread count, and compares.
 
+    Lookups begin with rows; whether ids become the right rows is for `remap_rows` to say.
+
     `arch`: what to generate for, if not for this machine. `params`: the plan fields to run, with both id dtypes; None
     runs the default and a set in which any two choices of any two fields meet. On simt, schedules stand in for threads
     and batches are small, whatever `batch_sizes` and `threads` say; on cuda `threads` means nothing.
@@ -104,25 +107,27 @@ def verify(
     as not run. Raises only for what comes before a kernel runs: one that cannot be built or that the driver is too old
     for, tables that do not fit into memory, and `ToolchainError` if `on` is "cuda" and there is none.
     """
-    if on == "cuda" and not torch.cuda.is_available():
+    target = target_named(on)
+    if target.needs_gpu and not torch.cuda.is_available():
         raise ToolchainError(
             "verify --on cuda needs a CUDA device and a torch built for it; none is here; use --on simt to execute the "
             "CUDA kernels on the CPU, --on cpu, or `embforge gen` to compile for GPUs without one"
         )
+    spec = spec.by_rows()
     tell = progress or _tell_nobody
-    device = torch.device("cuda" if on == "cuda" else "cpu")
-    facts = gpu_facts(device) if on == "cuda" else None  # now: a GPU that has stopped tells nothing
+    device = device_of(on)
+    facts = gpu_facts(device) if target.needs_gpu else None  # now: a GPU that has stopped tells nothing
     arch = arch or arch_of(on, device)
     wanted = plans_to_verify(spec, on, arch, params)
-    plans = distinct(wanted) if on == "simt" else wanted
+    plans = distinct(wanted) if target.emulates else wanted
     build_all(plans, tell)
-    if on == "simt":
+    if target.emulates:
         tallies = check_on_simt(
             plans, few_probes_of(spec, seed, tell), seed, params, workers=os.cpu_count() or 1, tell=tell
         )
     else:
         probes = probes_of(spec, batch_sizes, seed, device, tell)
-        ways = [_waited_for()] if on == "cuda" else [_with_threads(count) for count in threads]
+        ways = [_waited_for()] if target.needs_gpu else [_with_threads(count) for count in threads]
         tallies = check_plans([Trial(plan, probes, ways) for plan in plans], tell=tell)
     rows = [*(tally.row() for tally in tallies), *_torch_rows(spec, tallies)]
     return VerifyReport(on, arch, len(plans), len(wanted) - len(plans), tuple(rows), facts)
@@ -130,7 +135,7 @@ def verify(
 
 def plans_to_verify(spec: CollectionSpec, target: str, arch: str, params: Sequence[Params] | None) -> list[Plan]:
     """The given params with both id dtypes, or the default ones and a pairwise covering set of all fields."""
-    kind = PARAMS[target]
+    kind = params_type(target)
     given = [kind()] if params is None else params
     chosen = [(id_dtype, p) for p in given for id_dtype in reversed(ID_DTYPES)]
     if params is None:
@@ -151,7 +156,7 @@ def distinct(plans: Iterable[Plan]) -> list[Plan]:
 
 def build_all(plans: Sequence[Plan], tell: Progress) -> None:
     """Compiles the plans in parallel, if their target compiles at all."""
-    if plans[0].target == "reference":
+    if not target_named(plans[0].target).is_generated:
         return
     done = 0
 

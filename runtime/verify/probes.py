@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from embforge.arguments import sequence_elements
-from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, TableSpec
 from embforge.inputs import Batch
-from embforge.launch.reference.forward import forward as reference
 from embforge.launch.kernels import Kernel
 from embforge.launch.metadata import Metadata, metadata_of
+from embforge.launch.reference import forward as reference
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how many steps of it are done, and of how many."""

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from embforge import optim
 from embforge.codegen.errors import KernelBugError, RuleError
+from embforge.codegen.plans import numbers_named, update_named
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.plans import numbers_named, update_named
-from embforge.verify.training_run import Trained, bits_of, training_run
+from embforge.codegen.target import target_named
 from embforge.verify.lookups import VerifyRow
+from embforge.verify.training_run import Trained, bits_of, training_run
 
 STEPS = 20
 ANY_NUMBER = 0.1
@@ -73,13 +74,14 @@ def training_rows(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[VerifyRow]:
     """A row a rule: the same run on the backend, with one thread and with two, and on the reference."""
+    spec = spec.by_rows()
     for number, rule in enumerate(rules):
         progress("training", number, len(rules))
         optimizer = optimizer_named(rule)
         want = training_run(spec, optimizer, "reference", steps=steps, seed=seed)
         different: list[str] = []
         error = 0.0
-        threads = (1, 2) if on == "cpu" else (1,)
+        threads = (1, 2) if target_named(on).split == "threads" else (1,)
         detail = ""
         try:
             for count in threads:

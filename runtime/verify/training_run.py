@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.verify.cases import Case, Drawn, draw_batch
+from embforge.backends import backend_on, device_of
 from embforge.codegen.spec import CollectionSpec
 from embforge.collection import EmbeddingCollection
+from embforge.torch_internals import sparse_indices, sparse_values
+from embforge.training.rule_groups import Optimizers
+from embforge.verify.cases import Case, Drawn, draw_batch
 
 CASES = (
     Case(5, ids="zipf"),
@@ -37,16 +40,24 @@ class Trained(NamedTuple):
 
 
 def training_run(
-    spec: CollectionSpec, optimizer: Any, backend: str, *, steps: int, seed: int = 0, threads: int = 1, **more: Any
+    spec: CollectionSpec,
+    optimizer: Optimizers,
+    backend: str,
+    *,
+    steps: int,
+    seed: int = 0,
+    threads: int = 1,
+    cases: Sequence[Case] = CASES,
+    **more: Any,
 ) -> Trained:
-    """`steps` steps with batches and gradients drawn from the seed, on that many threads.
+    """`steps` steps with batches of these cases and gradients drawn from the seed, on that many threads.
 
     Rows start equal whatever the backend. Without an optimizer they stay, and their sparse gradients count. `more`
     goes to the module.
     """
     with _threads(threads):
-        device = "cuda" if backend == "cuda" else "cpu"
-        module = EmbeddingCollection(spec, device, backend, optimizer, bounds_check="zero", **more)  # type: ignore[arg-type]
+        device = device_of(backend)
+        module = EmbeddingCollection(spec, device, backend_on(device, backend), optimizer, bounds_check="zero", **more)
         generator = torch.Generator("cpu").manual_seed(seed)
         for table in spec.tables:
             rows = _normal((table.num_embeddings, table.embedding_dim), generator)
@@ -56,7 +67,7 @@ def training_run(
             module.seed(seed)
         gradients: dict[str, Tensor] = {}
         for step in range(steps):
-            drawn = draw_batch(spec, CASES[step % len(CASES)], seed * 1000 + step, device)
+            drawn = draw_batch(spec, cases[step % len(cases)], seed * 1000 + step, device)
             gradients |= {f"{name}, step {step}": found for name, found in _step(module, drawn, generator).items()}
         return Trained({k: v.cpu() for k, v in module.state_dict().items()}, gradients)
 
@@ -72,8 +83,8 @@ def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator)
     found = {} if weights is None or weights.grad is None else {"gradient of weights": weights.grad.cpu()}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            found[f"rows with a gradient of {name}"] = parameter.grad._indices().cpu()
-            found[f"gradient of {name}"] = parameter.grad._values().cpu()
+            found[f"rows with a gradient of {name}"] = sparse_indices(parameter.grad).cpu()
+            found[f"gradient of {name}"] = sparse_values(parameter.grad).cpu()
             parameter.grad = None
     return found
 

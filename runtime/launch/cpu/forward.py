@@ -3,60 +3,45 @@
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, get_num_threads
 
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.errors import ToolchainError
+from embforge.codegen.kernel import Outcome
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import arguments_of
 from embforge.inputs import Batch, raise_bad_input
+from embforge.launch.cpu.packing import packer_of
 from embforge.launch.gradients import TrainResult
 from embforge.launch.metadata import Metadata
 from embforge.memory import SMALL, Results
 
-PACKED = (
-    "metadata", "values", "offsets", "weights", "pooled", "sequence", "batch", "num_values", "parallel_for", "threads",
-)  # fmt: skip
-"""The arguments in the order in which a call packs them."""
-
-PACKED_TRAIN = (*PACKED[:6], "divisors", "winners", *PACKED[6:])
-"""The same of a forward whose backward will come."""
-
-# What the kernel returns.
-OK, BAD_OFFSETS, BAD_ID, NO_MEMORY = 0, 1, 2, 3
+# Named once, as plain numbers: comparing members of an enum takes longer than a small call's checks may.
+OK, BAD_ID = int(Outcome.OK), int(Outcome.BAD_ID)
 
 
 class _CpuLookup:
     """One plan's loaded kernel. Safe to call from several threads at once."""
 
-    def __init__(self, plan: Plan, library: Path, packed: tuple[str, ...]) -> None:
+    def __init__(self, plan: Plan, library: Path) -> None:
         self.plan = plan
         self._has_sequence = bool(plan.layout.sequence_features)
         self._width = plan.layout.output_width
         self._results = Results(getattr(torch, DTYPES[plan.spec.output_dtype].torch_name))
         self._new_empty = self._results.like.new_empty
-        # One pointer to packed words: half the time that ctypes takes for the arguments one by one.
-        self._call: Any = getattr(ctypes.CDLL(str(library)), f"{plan.symbol}_words")
-        self._call.restype = ctypes.c_int64
-        self._call.argtypes = [ctypes.c_char_p]
-        names = tuple(a.name for a in arguments_of("cpu", plan.op))
-        if names != packed:
-            raise AssertionError(f"the kernel takes {names}, this launcher packs {packed}")
-        self._pack = struct.Struct(f"{len(packed)}q").pack  # native order: "=" packs byte by byte
+        self._call = words_entry(ctypes.CDLL(str(library)), plan.symbol)
+        self._pack = packer_of(plan.target, plan.op)
         self._parallel_for = torch_parallel_for()
 
     def check(self) -> None:
         """Nothing is ever pending: a bad input raises in the call that has it."""
 
     def _raise(self, status: int, batch: Batch, bounds_check: str) -> None:
-        if status == NO_MEMORY:
+        if status == Outcome.NO_MEMORY:
             raise MemoryError(f"kernel {self.plan.uri}: no memory for the partial sums of a long bag")
         raise_bad_input(self.plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
         raise RuntimeError(
@@ -66,10 +51,7 @@ class _CpuLookup:
 
 
 class CpuForward(_CpuLookup):
-    """A forward that nothing is to be learned from."""
-
-    def __init__(self, plan: Plan, library: Path) -> None:
-        super().__init__(plan, library, PACKED)
+    """A forward that keeps nothing for a backward."""
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
@@ -84,16 +66,16 @@ class CpuForward(_CpuLookup):
         sequence = self._results.empty(sequence_elements) if self._has_sequence else None
         status = self._call(
             self._pack(
-                metadata.pointer,
-                values.data_ptr(),
-                offsets.data_ptr(),
-                0 if weights is None else weights.data_ptr(),
-                pooled.data_ptr(),
-                0 if sequence is None else sequence.data_ptr(),
-                size,
-                values.numel(),
-                self._parallel_for,
-                get_num_threads(),
+                metadata=metadata.pointer,
+                values=values.data_ptr(),
+                offsets=offsets.data_ptr(),
+                weights=0 if weights is None else weights.data_ptr(),
+                pooled=pooled.data_ptr(),
+                sequence=0 if sequence is None else sequence.data_ptr(),
+                batch=size,
+                num_values=values.numel(),
+                parallel_for=self._parallel_for,
+                threads=get_num_threads(),
             )
         )
         if status != OK and (status != BAD_ID or bounds_check == "error"):
@@ -105,7 +87,7 @@ class CpuForwardTrain(_CpuLookup):
     """A forward whose backward will come."""
 
     def __init__(self, plan: Plan, library: Path) -> None:
-        super().__init__(plan, library, PACKED_TRAIN)
+        super().__init__(plan, library)
         self._divisors, self._divisor_width = Results(torch.float32), plan.layout.divisor_width
         self._winners, self._winner_width = Results(getattr(torch, plan.id_dtype)), plan.layout.winner_width
 
@@ -123,23 +105,31 @@ class CpuForwardTrain(_CpuLookup):
         winners = self._winners.empty(size, self._winner_width) if self._winner_width else None
         status = self._call(
             self._pack(
-                metadata.pointer,
-                values.data_ptr(),
-                offsets.data_ptr(),
-                0 if weights is None else weights.data_ptr(),
-                pooled.data_ptr(),
-                0 if sequence is None else sequence.data_ptr(),
-                0 if divisors is None else divisors.data_ptr(),
-                0 if winners is None else winners.data_ptr(),
-                size,
-                values.numel(),
-                self._parallel_for,
-                get_num_threads(),
+                metadata=metadata.pointer,
+                values=values.data_ptr(),
+                offsets=offsets.data_ptr(),
+                weights=0 if weights is None else weights.data_ptr(),
+                pooled=pooled.data_ptr(),
+                sequence=0 if sequence is None else sequence.data_ptr(),
+                divisors=0 if divisors is None else divisors.data_ptr(),
+                winners=0 if winners is None else winners.data_ptr(),
+                batch=size,
+                num_values=values.numel(),
+                parallel_for=self._parallel_for,
+                threads=get_num_threads(),
             )
         )
         if status != OK and (status != BAD_ID or bounds_check == "error"):
             self._raise(status, batch, bounds_check)
         return pooled, sequence, divisors, winners
+
+
+def words_entry(library: ctypes.CDLL, symbol: str) -> Callable[[bytes], int]:
+    """A function of a library that takes packed words: half the time that ctypes takes for arguments one by one."""
+    entry = getattr(library, f"{symbol}_words")
+    entry.restype, entry.argtypes = ctypes.c_int64, [ctypes.c_char_p]
+    found: Callable[[bytes], int] = entry
+    return found
 
 
 @cache

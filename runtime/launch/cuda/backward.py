@@ -16,9 +16,12 @@ from torch import Tensor
 
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.backward import backward_shape_of
-from embforge.codegen.targets.cuda.weight_gradient import weights_shape
 from embforge.codegen.targets.cuda.launch import KernelLaunch
+from embforge.codegen.targets.cuda.weight_gradient import weights_shape
 from embforge.inputs import Batch
+from embforge.launch.cuda.errors import mistake
+from embforge.launch.cuda.kernels import CudaKernels
+from embforge.launch.cuda.watch import status_words
 from embforge.launch.gpu.backward_call import (
     Call,
     Launch,
@@ -28,9 +31,6 @@ from embforge.launch.gpu.backward_call import (
     reduce_call,
     weight_gradient_call,
 )
-from embforge.launch.cuda.errors import mistake
-from embforge.launch.cuda.kernels import CudaKernels
-from embforge.launch.cuda.watch import status_words
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import FIRST_CALL, Metadata
 from embforge.launch.update_kernel import UpdateKernel
@@ -142,7 +142,7 @@ class CudaReduce(_CudaBackward):
             first = reduce_call(self._shape, len(tables), read)
             words = status_words(device)
             self._run(device, first.call, first.call.steps, words)
-            error = mistake(self.plan.spec, words.tolist(), bounds_check)
+            error = mistake(self.plan, words.tolist(), bounds_check)
             if error is not None:
                 raise error
             second, found = first.finish(first.counts.tolist(), self.plan)

@@ -7,23 +7,24 @@ from collections.abc import Callable
 import torch
 
 from embforge.codegen.errors import LaunchError
+from embforge.codegen.kernel import MISTAKES, STATUS_WORDS, KernelPlan
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS
+from embforge.codegen.remap import bad_id
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.cuda.arch import nearest_arch
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 
 
-def mistake(spec: CollectionSpec, words: list[int], bounds_check: str) -> Exception | None:
-    """The first mistake that status words tell of, if it counts as one where bounds are checked like this."""
+def mistake(plan: Plan, words: list[int], bounds_check: str) -> Exception | None:
+    """The first mistake that status words of a plan tell of, if it counts as one where bounds are checked like this."""
     records = dict(zip(MISTAKES, _records(words), strict=True))
     for kind, error_of in ERRORS.items():
         if records[kind]["claimed"] and (kind != "BAD_ID" or bounds_check == "error"):
-            return error_of(spec, records[kind])
+            return error_of(plan.spec, records[kind], plan.id_dtype)
     return None
 
 
-def driver_error(said: str, plan: Plan, kernel: KernelLaunch, device: torch.device) -> LaunchError:
+def driver_error(said: str, plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> LaunchError:
     """What an error of the driver means for a kernel's launch: what failed, which, why and what to do.
 
     `said` begins with the driver's name for it, `CUDA_ERROR_...:`.
@@ -32,7 +33,7 @@ def driver_error(said: str, plan: Plan, kernel: KernelLaunch, device: torch.devi
     return LaunchError(f"{kernel.symbol} on {device}: {why(plan, kernel, device)} ({said})")
 
 
-def _wrong_arch(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+def _wrong_arch(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return (
         f"the kernel was made for {plan.arch}, the device is of compute capability {major}.{minor}; make it for "
@@ -40,39 +41,39 @@ def _wrong_arch(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
     )
 
 
-def _unreadable(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+def _unreadable(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
         "the kernel's file is damaged or of another version; make it anew by `embforge cache clear`, or by "
         "`embforge gen` where `kernels` or EMBFORGE_KERNELS names a directory"
     )
 
 
-def _no_memory(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+def _no_memory(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return "the device has no memory left for the kernel's code; free some, torch.cuda.empty_cache() gives back torch's"
 
 
-def _refused(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+def _refused(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
         f"the device does not take {kernel.grid} blocks of {kernel.block} threads with {kernel.shared} bytes of "
         "dynamic shared memory; use a plan with a smaller block, or split the batch"
     )
 
 
-def _earlier(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+def _earlier(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
         "some kernel on this device went wrong earlier, maybe not this one, and nothing works there until the process "
         "ends; CUDA_LAUNCH_BLOCKING=1 finds out which, and backend='simt' checks ours access by access"
     )
 
 
-def _unexpected(plan: Plan, kernel: KernelLaunch, device: torch.device) -> str:
+def _unexpected(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
         "the driver refused to load or launch the kernel; `embforge env` shows the driver's version and what may not "
         "fit it, and `embforge verify SPEC --on cuda` whether other kernels run"
     )
 
 
-REASONS: dict[str, Callable[[Plan, KernelLaunch, torch.device], str]] = {
+REASONS: dict[str, Callable[[KernelPlan, KernelLaunch, torch.device], str]] = {
     "CUDA_ERROR_NO_BINARY_FOR_GPU": _wrong_arch,
     "CUDA_ERROR_INVALID_IMAGE": _unreadable,
     "CUDA_ERROR_NOT_FOUND": _unreadable,
@@ -100,16 +101,11 @@ def _records(words: list[int]) -> list[dict[str, int]]:
     return [dict(zip(STATUS_WORDS, words[i : i + length], strict=True)) for i in range(0, len(words), length)]
 
 
-def _bad_id(spec: CollectionSpec, record: dict[str, int]) -> Exception:
-    feature = spec.features[record["feature"]]
-    table = spec.table(feature.table)
-    return IndexError(
-        f"feature {feature.name!r}: id {record['value']} of sample {record['sample']}, position {record['position']} "
-        f"is not a row of table {table.name!r}; allowed: 0 to {table.num_embeddings - 1} ({table.num_embeddings} rows)"
-    )
+def _bad_id(spec: CollectionSpec, record: dict[str, int], id_dtype: str) -> Exception:
+    return bad_id(spec, record["feature"], record["value"], record["sample"], record["position"], id_dtype)
 
 
-def _bad_offset(spec: CollectionSpec, record: dict[str, int]) -> Exception:
+def _bad_offset(spec: CollectionSpec, record: dict[str, int], id_dtype: str) -> Exception:
     feature = spec.features[record["feature"]]
     return ValueError(
         f"offsets: offsets[{record['position']}] is {record['value']} (the end of sample {record['sample']} of feature "
@@ -118,7 +114,7 @@ def _bad_offset(spec: CollectionSpec, record: dict[str, int]) -> Exception:
     )
 
 
-def _long_concat(spec: CollectionSpec, record: dict[str, int]) -> Exception:
+def _long_concat(spec: CollectionSpec, record: dict[str, int], id_dtype: str) -> Exception:
     feature = spec.features[record["feature"]]
     return ValueError(
         f"feature {feature.name!r}: the bag of sample {record['sample']} has {record['value']} ids, "
@@ -126,7 +122,7 @@ def _long_concat(spec: CollectionSpec, record: dict[str, int]) -> Exception:
     )
 
 
-ERRORS: dict[str, Callable[[CollectionSpec, dict[str, int]], Exception]] = {
+ERRORS: dict[str, Callable[[CollectionSpec, dict[str, int], str], Exception]] = {
     "BAD_OFFSET": _bad_offset,
     "LONG_CONCAT": _long_concat,
     "BAD_ID": _bad_id,

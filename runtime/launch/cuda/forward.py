@@ -38,7 +38,7 @@ class _CudaLookup(CudaKernels):
 
 
 class CudaForward(_CudaLookup):
-    """A forward that nothing is to be learned from."""
+    """A forward that keeps nothing for a backward."""
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.errors import ToolchainError
+from embforge.codegen.kernel import KernelPlan
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.launch import KernelLaunch
-from embforge.codegen.targets.cuda.packages import cuda_module
 from embforge.codegen.targets.cuda.nvrtc import check_driver, cuda_core, installed_nvrtc
+from embforge.codegen.targets.cuda.packages import cuda_module
 from embforge.launch.cuda.errors import driver_error, mistake
 from embforge.launch.cuda.watch import Watch
 from embforge.launch.gpu.forward_call import Value
@@ -43,25 +44,71 @@ class Turn:
             self.watch.send()
 
 
-class CudaKernels:
+class CudaLibrary:
     """One plan's loaded kernels.
 
     `ToolchainError` if the NVRTC installed here makes kernels that the driver cannot load. Where none is installed the
     kernels were made elsewhere, and the driver judges them itself.
     """
 
-    NOTE = ""
-    """Added to an earlier call's error that a call raises."""
-
-    def __init__(self, plan: Plan, cubin: bytes) -> None:
+    def __init__(self, plan: KernelPlan, cubin: bytes) -> None:
         core = cuda_core()
-        self.plan = plan
+        self._made_for = plan
         compiler = installed_nvrtc()
         if compiler is not None:
             check_driver(driver_version(), compiler)
         self._core = core
         self._code = core.ObjectCode.from_cubin(cubin, name=plan.uri)
         self._kernels: dict[tuple[torch.device, str], Any] = {}
+
+    def _launch(self, device: torch.device, kernels: Sequence[KernelLaunch], values: Sequence[Value]) -> None:
+        """All of them, with the same arguments. `LaunchError` if the driver refuses one."""
+        if not kernels:
+            return
+        self._core.Device(device.index).set_current()
+        stream = self._core.Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
+        arguments = [_packed(value) for value in values]
+        for kernel in kernels:
+            try:
+                config = self._core.LaunchConfig(grid=kernel.grid, block=kernel.block, shmem_size=kernel.shared)
+                self._core.launch(stream, config, self._kernel(device, kernel), *arguments)
+            except Exception as error:  # cuda.core's CUDAError is not public; anything else is told by its own message
+                if type(error).__name__ != "CUDAError":
+                    raise
+                raise driver_error(str(error), self._made_for, kernel, device) from error
+
+    def _has_loaded(self, device: torch.device, kernels: Sequence[KernelLaunch]) -> bool:
+        return all((device, kernel.symbol) in self._kernels for kernel in kernels)
+
+    def _kernel(self, device: torch.device, kernel: KernelLaunch) -> Any:
+        """The kernel, ready to be launched on the current device, which is `device`."""
+        key = (device, kernel.symbol)
+        if key not in self._kernels:
+            found = self._code.get_kernel(kernel.symbol)
+            if kernel.opts_in:
+                self._opt_in(found, kernel, device)
+            self._kernels[key] = found
+        return self._kernels[key]
+
+    def _opt_in(self, found: Any, kernel: KernelLaunch, device: torch.device) -> None:
+        """Asks the driver for the shared memory of a kernel's blocks on the current device, which is `device`."""
+        driver = cuda_module("cuda.bindings.driver")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        ordinal = self._core.Device().device_id
+        (error,) = driver.cuKernelSetAttribute(attribute, kernel.shared, found.handle, ordinal)
+        if int(error) != 0:
+            raise driver_error(f"{error.name}: from cuKernelSetAttribute", self._made_for, kernel, device)
+
+
+class CudaKernels(CudaLibrary):
+    """The loaded kernels of a collection's plan, and what they found wrong with their batches."""
+
+    NOTE = ""
+    """Added to an earlier call's error that a call raises."""
+
+    def __init__(self, plan: Plan, cubin: bytes) -> None:
+        super().__init__(plan, cubin)
+        self.plan = plan
         self._watches: dict[tuple[torch.device, str], Watch] = {}
 
     def check(self) -> None:
@@ -92,47 +139,9 @@ class CudaKernels:
                     self._settle(watch, words, bounds_check, self.NOTE)
                 yield Turn(watch, capturing)
 
-    def _launch(self, device: torch.device, kernels: Sequence[KernelLaunch], values: Sequence[Value]) -> None:
-        """All of them, with the same arguments. `LaunchError` if the driver refuses one."""
-        if not kernels:
-            return
-        self._core.Device(device.index).set_current()
-        stream = self._core.Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
-        arguments = [_packed(value) for value in values]
-        for kernel in kernels:
-            try:
-                config = self._core.LaunchConfig(grid=kernel.grid, block=kernel.block, shmem_size=kernel.shared)
-                self._core.launch(stream, config, self._kernel(device, kernel), *arguments)
-            except Exception as error:  # cuda.core's CUDAError is not public; anything else is told by its own message
-                if type(error).__name__ != "CUDAError":
-                    raise
-                raise driver_error(str(error), self.plan, kernel, device) from error
-
     def _is_ready(self, device: torch.device, bounds_check: str, kernels: Sequence[KernelLaunch]) -> bool:
         """Whether a launch needs nothing new: no memory that outlives it, no kernel to load."""
         return self._has_loaded(device, kernels) and (device, bounds_check) in self._watches
-
-    def _has_loaded(self, device: torch.device, kernels: Sequence[KernelLaunch]) -> bool:
-        return all((device, kernel.symbol) in self._kernels for kernel in kernels)
-
-    def _kernel(self, device: torch.device, kernel: KernelLaunch) -> Any:
-        """The kernel, ready to be launched on the current device, which is `device`."""
-        key = (device, kernel.symbol)
-        if key not in self._kernels:
-            found = self._code.get_kernel(kernel.symbol)
-            if kernel.opts_in:
-                self._opt_in(found, kernel, device)
-            self._kernels[key] = found
-        return self._kernels[key]
-
-    def _opt_in(self, found: Any, kernel: KernelLaunch, device: torch.device) -> None:
-        """Asks the driver for the shared memory of a kernel's blocks on the current device, which is `device`."""
-        driver = cuda_module("cuda.bindings.driver")
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        ordinal = self._core.Device().device_id
-        (error,) = driver.cuKernelSetAttribute(attribute, kernel.shared, found.handle, ordinal)
-        if int(error) != 0:
-            raise driver_error(f"{error.name}: from cuKernelSetAttribute", self.plan, kernel, device)
 
     def _watch(self, device: torch.device, bounds_check: str) -> Watch:
         key = (device, bounds_check)
@@ -142,7 +151,7 @@ class CudaKernels:
 
     def _settle(self, watch: Watch, words: list[int], bounds_check: str, note: str = "") -> None:
         """Raises the mistake that the words tell of, once."""
-        error = mistake(self.plan.spec, words, bounds_check)
+        error = mistake(self.plan, words, bounds_check)
         if error is not None:
             watch.wipe()
             if note:

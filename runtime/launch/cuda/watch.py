@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS
+from embforge.codegen.kernel import MISTAKES, STATUS_WORDS
 
 _RECORDS = (len(MISTAKES), len(STATUS_WORDS))
 _NOTHING, _TOLD = range(2)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.kernel import KERNELS
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import arguments_of
 from embforge.codegen.targets.cuda.backward_geometry import key_tables
 from embforge.codegen.targets.cuda.backward_launch import BackwardLaunch, BackwardShape, backward_launch
-from embforge.codegen.targets.cuda.weight_gradient import WeightsShape
 from embforge.codegen.targets.cuda.launch import KernelLaunch
+from embforge.codegen.targets.cuda.weight_gradient import WeightsShape
 from embforge.inputs import Batch
 from embforge.launch.gpu.forward_call import Value
 from embforge.launch.gradients import Gradients
@@ -55,9 +55,9 @@ class Call:
     """Work space and results that hold nothing before a kernel writes them. What torch writes is none of it."""
 
     def arguments(self, status: Tensor, level: int = 0) -> list[Value]:
-        """The kernels' arguments, in the order of the signature."""
+        """The kernels' arguments, in call order."""
         given = self.given | {"status": status, "level": level}
-        return [given[argument.name] for argument in arguments_of("cuda", self.op)]
+        return [given[name] for name in KERNELS[self.op].in_blocks]
 
 
 def torch_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -175,7 +175,7 @@ def _sorted_call(shape: BackwardShape, read: dict[str, Value], empty: Empty) -> 
         "runs": (count, torch.int32),
         "sources": (count, torch.int64),
         "factors": (count if shape.weighted else 0, torch.float32),
-        "chosen": (count if shape.has_max else 0, torch.int64),
+        "chosen": (count if shape.selects else 0, torch.int64),
         "run_begin": (count + 1, torch.int32),
         "waiting": (work.waiting, torch.int32),
         "words": (shape.words, torch.int64),

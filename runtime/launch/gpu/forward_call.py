@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.kernel import KERNELS
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import arguments_of
 from embforge.codegen.targets.cuda.launch import QUEUE_COUNTERS, ForwardLaunch, LaunchShape, launch_of
 from embforge.inputs import Batch
 from embforge.launch.metadata import Metadata
@@ -35,9 +35,9 @@ class ForwardCall(NamedTuple):
     """Every argument by name, but `status`, which outlives calls."""
 
     def arguments(self, status: Tensor) -> list[Value]:
-        """The kernels' arguments, in the order of the signature."""
+        """The kernels' arguments, in call order."""
         given = self.given | {"status": status}
-        return [given[argument.name] for argument in arguments_of("cuda", self.op)]
+        return [given[name] for name in KERNELS[self.op].in_blocks]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

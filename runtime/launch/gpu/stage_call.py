@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.codegen.stages import STREAM_WORDS, StagePlan
+from embforge.codegen.stages import STAGES, STREAM_WORDS, StagePlan
 from embforge.codegen.targets.cuda.arch import WARP
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.codegen.targets.cuda.stages import (
     MOST_STREAMS,
     SAMPLES,
     THREADS,
-    WORKSPACE,
-    kernel_arguments,
     symbol_of,
 )
 from embforge.launch.gpu.forward_call import Value
@@ -43,20 +41,6 @@ MOST_BLOCKS = 2**31 - 1
 
 Empty = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
-RESULTS = {
-    "count": ("lengths", "slots", "pools", "divisors", "header"),
-    "fill": ("words",),
-    "regroup": ("values", "offsets", "weights"),
-    "gather": ("picked",),
-    "network_forward": ("pooled", "winners"),
-    "network_backward": ("partials", "own_partials"),
-    "pack": ("bytes",),
-    "unpack": ("numbers",),
-}
-"""By stage, what its kernels write and, before that, never read."""
-CHANGED = {"count": ("mistake",), "fill": ("slots", "pools")}
-"""What they write beside that; it holds something before."""
-
 Step = KernelLaunch | Callable[[], None]
 
 
@@ -75,7 +59,7 @@ class StageCall:
 
     def arguments(self) -> list[Value]:
         """The kernels' arguments, in their order."""
-        return [self.given[argument.name] for argument in kernel_arguments(self.stage)]
+        return [self.given[name] for name in STAGES[self.stage].in_blocks]
 
 
 def stage_call(plan: StagePlan, stage: str, given: dict[str, Value], empty: Empty) -> StageCall:
@@ -83,10 +67,9 @@ def stage_call(plan: StagePlan, stage: str, given: dict[str, Value], empty: Empt
 
     AssertionError for arguments that are not the stage's; ValueError for more ids than kernels can count.
     """
-    expected = [argument.name for argument in kernel_arguments(stage)]
-    named = [argument.name for argument in WORKSPACE.get(stage, ())]
-    if set(given) != set(expected) - set(named):
-        raise AssertionError(f"stage {stage} takes {sorted(set(expected) - set(named))}, got {sorted(given)}")
+    expected = set(STAGES[stage].used("read", "result", "changed"))
+    if set(given) != expected:
+        raise AssertionError(f"stage {stage} takes {sorted(expected)}, got {sorted(given)}")
     return _Maker(plan, stage, given, empty).call()
 
 

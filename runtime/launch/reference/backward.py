@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from embforge.codegen.dtypes import FLOATS
 from embforge.codegen.layout import CollectionLayout, FeatureLayout
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import Divisor, Shape
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import Batch, raise_bad_input
@@ -21,6 +23,7 @@ from embforge.launch.reference.forward import canonical_reduce
 from embforge.launch.reference.rounding import random16, rounded
 from embforge.launch.reference.rules import apply_rule, row_sum
 from embforge.launch.update_kernel import UpdateKernel
+from embforge.number_formats import as_indexable
 from embforge.storage.states import state_views
 
 FP32 = torch.float32
@@ -184,9 +187,9 @@ def _through_the_divisor(feature: _Occurrences, dots: Tensor) -> Tensor:
     products = (feature.weights * dots).masked_fill(~feature.present, 0.0)[:, None]
     total = canonical_reduce(products.__getitem__, feature.starts, feature.lengths, 1, dots.dtype)[:, 0]
     divisor = feature.divisor
-    square = divisor * divisor if feature.placed.feature.pooling == "sqrtn" else divisor
-    share = torch.where(divisor == 0, 0.0, total / square)[feature.sample]
-    return share * feature.weights if feature.placed.feature.pooling == "sqrtn" else share
+    root = feature.placed.feature.kind.divisor is Divisor.ROOT
+    share = torch.where(divisor == 0, 0.0, total / (divisor * divisor if root else divisor))[feature.sample]
+    return share * feature.weights if root else share
 
 
 class _Occurrences:
@@ -212,7 +215,7 @@ class _Occurrences:
         ones = torch.ones(self.ids.numel(), dtype=dtype, device=self.ids.device)
         self.weights = ones if weights is None else weights[self.begin : end].detach().to(dtype)
         self.present = (self.ids >= 0) & (self.ids < tables[placed.table_index].shape[0])
-        if feature.padding_idx is not None and feature.pooling not in ("none", "concat"):
+        if feature.padding_idx is not None and feature.kind.pooled:
             self.present &= self.ids != feature.padding_idx
         self.trained = self.present
         if feature.padding_idx is not None:
@@ -233,7 +236,7 @@ class _Occurrences:
             end = self._sequence_begin + self.ids.numel() * dim
             return self._gradients.sequence[self._sequence_begin : end].view(-1, dim)[places].to(self.dtype)
         columns = self._gradients.pooled[:, column : column + self.placed.width]
-        if self.placed.feature.pooling == "concat":
+        if self.placed.feature.kind.shape is Shape.CONCAT:
             slot = places - self.starts[sample]
             return columns.reshape(columns.shape[0], self.placed.width // dim, dim)[sample, slot].to(self.dtype)
         gradient = columns[sample].to(self.dtype)
@@ -259,17 +262,15 @@ def _all_finite(gradients: Gradients) -> bool:
 
 def _stored(update: Update, dtype: str, weight: Tensor, seed: int, step: int, table: int, rows: Tensor) -> Tensor:
     """New rows in the table's format."""
-    if dtype == "fp32":
+    if not FLOATS[dtype].is_narrow:
         return weight
     random = random16(seed, step, table, rows, weight.shape[1]) if update.rounding == "stochastic" else None
     return rounded(weight, dtype, update.rounding, random)
 
 
 def put_rows(target: Tensor, rows: Tensor, numbers: Tensor) -> None:
-    """`target[rows] = numbers`, also for formats of one byte, which torch cannot index into."""
-    if target.dtype.itemsize == 1:
-        target, numbers = target.view(torch.uint8), numbers.view(torch.uint8)
-    target.index_copy_(0, rows, numbers)
+    """`target[rows] = numbers`, also for formats that torch cannot index into."""
+    as_indexable(target).index_copy_(0, rows, as_indexable(numbers))
 
 
 def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:

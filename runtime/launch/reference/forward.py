@@ -14,6 +14,7 @@ from torch import Tensor
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, FeatureLayout, layout_of
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import SUM, Combiner, Divisor, Shape
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
 from embforge.inputs import Batch, raise_bad_input
@@ -23,7 +24,10 @@ Load = Callable[[Tensor], Tensor]
 """From int64 positions [k] to the items [k, D] that stand there."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
-"""From what was combined so far and the next items, both [k, D], to the new state."""
+"""From what was combined so far and the next items, both [k, D], to the new state.
+
+The result is written where the first argument was, so its gradients must not need that again: those of `torch.maximum`
+do, those of `torch.where` do not."""
 
 
 class ReferenceForward:
@@ -51,7 +55,7 @@ def lookup(
     bounds_check: str,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """All features of one batch: pooled `[B, output_width]` and the flat rows of the `none` features.
+    """All features of one batch: pooled `[B, output_width]` and the flat rows of those that are not pooled.
 
     `tables` holds a `[V, D]` tensor a table of the spec, maybe strided. Results have the spec's output dtype;
     with `accumulate_dtype=torch.float64` they stay float64 (for gradcheck; autograd goes through tables and weights).
@@ -65,7 +69,7 @@ def lookup(
     pooled = [torch.empty((batch, 0), dtype=out_dtype, device=values.device)]
     sequence = [torch.empty(0, dtype=out_dtype, device=values.device)]
     for bags in bags_of(layout, values, offsets, weights, tables, accumulate_dtype):
-        result = _RESULT[bags.placed.feature.pooling](bags).to(out_dtype)
+        result = _result(bags).to(out_dtype)
         if bags.placed.column is None:
             sequence.append(result.flatten())
         else:
@@ -148,27 +152,36 @@ class Bags:
 
 def _present(ids: Tensor, rows: int, feature: FeatureSpec) -> Tensor:
     present = (ids >= 0) & (ids < rows)
-    if feature.padding_idx is not None and feature.pooling not in ("none", "concat"):
+    if feature.padding_idx is not None and feature.kind.pooled:
         present &= ids != feature.padding_idx
     return present
 
 
+def _result(bags: Bags) -> Tensor:
+    """What the feature's pooling makes of them."""
+    kind = bags.placed.feature.kind
+    if kind.shape is Shape.SEQUENCE:
+        return _rows(bags)
+    if kind.shape is Shape.CONCAT:
+        return _slots(bags)
+    assert kind.combiner is not None
+    if kind.combiner.selects:
+        return _selection(bags, kind.combiner)
+    return _divided(_sum(bags), divisor(bags)) if kind.divides else _sum(bags)
+
+
 def _canonical_sum(load: Load, bags: Bags, width: int) -> Tensor:
-    return reduce_bags(load, bags.starts, bags.lengths, width, bags.dtype, torch.add, 0.0)
+    return canonical_reduce(load, bags.starts, bags.lengths, width, bags.dtype)
 
 
-def stays(best: Tensor, item: Tensor) -> Tensor:
-    """Where a maximum stays what it is: the first of equals wins (so +0 and -0 keep their order), and NaN stays."""
-    return (best >= item) | best.isnan()
-
-
-def _keep_larger(best: Tensor, item: Tensor) -> Tensor:
-    return torch.where(stays(best, item), best, item)
+def stays(combiner: Combiner, best: Tensor, item: Tensor) -> Tensor:
+    """Where a selection stays what it is: the first of equals wins (so +0 and -0 keep their order), and NaN stays."""
+    return (best >= item if combiner.order > 0 else best <= item) | best.isnan()
 
 
 def canonical_reduce(load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """The canonical sums `[k, width]` of k runs of items, each from a start and of a length."""
-    return reduce_bags(load, starts, lengths, width, dtype, torch.add, 0.0)
+    return reduce_bags(load, starts, lengths, width, dtype, torch.add, SUM.identity)
 
 
 def reduce_bags(
@@ -210,17 +223,13 @@ def _sum(bags: Bags) -> Tensor:
 
 
 def divisor(bags: Bags) -> Tensor:
-    """What a mean or sqrtn feature divides its sums by, `[B, 1]`; 0 where its result is zeros."""
-    root = bags.placed.feature.pooling == "sqrtn"
+    """What a feature that divides divides its sums by, `[B, 1]`; 0 where its result is zeros."""
+    root = bags.placed.feature.kind.divisor is Divisor.ROOT
     if bags.weights is None:
         amount = bags.count().to(bags.dtype)[:, None]
     else:
         amount = _canonical_sum(bags.scalars(bags.weights * bags.weights if root else bags.weights), bags, 1)
     return ieee_sqrt(amount) if root else amount
-
-
-def _divided_sum(bags: Bags) -> Tensor:
-    return _divided(_sum(bags), divisor(bags))
 
 
 def ieee_sqrt(numbers: Tensor) -> Tensor:
@@ -235,31 +244,23 @@ def _divided(total: Tensor, denominator: Tensor) -> Tensor:
     return (total / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
-def _max(bags: Bags) -> Tensor:
-    best = reduce_bags(
-        bags.rows(absent=-torch.inf), bags.starts, bags.lengths, bags.placed.dim, bags.dtype, _keep_larger, -torch.inf
-    )
+def _selection(bags: Bags, combiner: Combiner) -> Tensor:
+    def select(best: Tensor, item: Tensor) -> Tensor:
+        return torch.where(stays(combiner, best, item), best, item)
+
+    rows, start = bags.rows(absent=combiner.identity), combiner.identity
+    best = reduce_bags(rows, bags.starts, bags.lengths, bags.placed.dim, bags.dtype, select, start)
     return best.masked_fill((bags.count() == 0)[:, None], 0.0)
 
 
-def _none(bags: Bags) -> Tensor:
+def _rows(bags: Bags) -> Tensor:
     return bags.rows(absent=0.0)(torch.arange(bags.ids.numel(), dtype=torch.int64, device=bags.ids.device))
 
 
-def _concat(bags: Bags) -> Tensor:
+def _slots(bags: Bags) -> Tensor:
     hotness = bags.placed.width // bags.placed.dim
     bag = torch.repeat_interleave(bags.lengths)
     place = bag * hotness + torch.arange(bag.numel(), dtype=torch.int64, device=bag.device) - bags.starts[bag]
     slots = bags.lengths.numel() * hotness
     result = torch.zeros((slots, bags.placed.dim), dtype=bags.dtype, device=bag.device)
-    return result.index_copy(0, place, _none(bags)).view(bags.lengths.numel(), bags.placed.width)
-
-
-_RESULT: dict[str, Callable[[Bags], Tensor]] = {
-    "sum": _sum,
-    "mean": _divided_sum,
-    "sqrtn": _divided_sum,
-    "max": _max,
-    "none": _none,
-    "concat": _concat,
-}
+    return result.index_copy(0, place, _rows(bags)).view(bags.lengths.numel(), bags.placed.width)

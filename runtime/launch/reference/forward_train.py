@@ -45,9 +45,9 @@ def lookup_train(
 ) -> TrainResult:
     """`lookup`, and then, a row a sample and a column as the layout places it:
 
-    - divisors, in `accumulate_dtype`: what a mean or sqrtn feature divided by; 0 where its result is zeros,
-    - winners, in the dtype of ids: the position in `values` of the id whose number a max feature took for a column;
-      -1 in a bag without a present id.
+    - divisors, in `accumulate_dtype`: what a feature that divides divided by; 0 where its result is zeros,
+    - winners, in the dtype of ids: the position in `values` of the id whose number a feature that selects took for a
+      column; -1 in a bag without a present id.
 
     Either is None if the spec has no such feature. Autograd goes through what `lookup` returns.
     """
@@ -72,16 +72,18 @@ def lookup_train(
 
 def _winners(bags: Bags) -> Tensor:
     """Reduces pairs of a number and its position, side by side in float64, which holds both exactly."""
-    dim, rows = bags.placed.dim, bags.rows(absent=-torch.inf)
+    combiner = bags.placed.feature.kind.combiner
+    assert combiner is not None
+    dim, rows = bags.placed.dim, bags.rows(absent=combiner.identity)
 
     def pairs(positions: Tensor) -> Tensor:
         places = (bags.begin + positions).double().masked_fill(~bags.present[positions], -torch.inf)
         return torch.cat([rows(positions).double(), places[:, None].expand(-1, dim)], dim=1)
 
-    def keep_larger(best: Tensor, item: Tensor) -> Tensor:
-        """As `lookup` does, but that the first present id is taken even if it is -inf."""
-        kept = stays(best[:, :dim], item[:, :dim]) & (best[:, dim:] >= 0)
+    def select(best: Tensor, item: Tensor) -> Tensor:
+        """As `lookup` does, but that the first present id is taken even if its number is what a bag begins with."""
+        kept = stays(combiner, best[:, :dim], item[:, :dim]) & (best[:, dim:] >= 0)
         return torch.where(kept.repeat(1, 2), best, item)
 
-    best = reduce_bags(pairs, bags.starts, bags.lengths, 2 * dim, torch.float64, keep_larger, -torch.inf)
+    best = reduce_bags(pairs, bags.starts, bags.lengths, 2 * dim, torch.float64, select, -torch.inf)
     return best[:, dim:].clamp(min=-1).long()

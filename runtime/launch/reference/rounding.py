@@ -6,12 +6,10 @@ is used and on nothing else. `PHILOX_ROUNDS` in codegen/semantics.py says what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.dtypes import FLOATS, Float
 from embforge.codegen.rules.rule import Rounding
 from embforge.codegen.semantics import PHILOX_ROUNDS
 
@@ -43,29 +41,7 @@ def random16(seed: int, t: int, table: int, rows: Tensor, dim: int) -> Tensor:
     return halves.flatten(1)[:, :dim]
 
 
-@dataclass(frozen=True)
-class _Format:
-    """A narrow format, by its distance from fp32."""
-
-    dropped: int
-    """Bits of fp32's fraction that it has not."""
-    rebias: int
-    """What fp32's exponent is larger by."""
-    largest: int
-    """Bits of the largest finite number."""
-    infinity: int
-    """Bits of what an infinity becomes."""
-    nan: int
-    scale: float
-    """One over the smallest subnormal; 0: its subnormals are fp32's, shortened."""
-    bits: torch.dtype
-
-
-_FORMATS = {
-    "bf16": _Format(16, 0, 0x7F7F, 0x7F80, 0x7FC0, 0.0, torch.int16),
-    "fp16": _Format(13, 112, 0x7BFF, 0x7C00, 0x7E00, 2.0**24, torch.int16),
-    "fp8_e4m3": _Format(20, 120, 0x7E, 0x7E, 0x7F, 2.0**9, torch.uint8),
-}
+_CODES = {8: torch.uint8, 16: torch.int16}
 
 
 def rounded(x: Tensor, dtype_name: str, rounding: Rounding, random: Tensor | None = None) -> Tensor:
@@ -73,26 +49,25 @@ def rounded(x: Tensor, dtype_name: str, rounding: Rounding, random: Tensor | Non
 
     Finite numbers never become infinite, and results keep the sign of `x`, zeros too; NaN has none.
     """
-    if dtype_name == "fp32":
+    form = FLOATS[dtype_name]
+    if not form.is_narrow:
         return x
-    form = _FORMATS[dtype_name]
     if rounding == "stochastic" and random is None:
         raise ValueError(f"rounding={rounding!r} to {dtype_name} needs random numbers; pass random")
     chance = random if rounding == "stochastic" else None
     everything = x.contiguous().view(torch.int32).long() & WORD
     magnitude = everything & 0x7FFFFFFF
     result = _normal(magnitude, form, chance)
-    if form.scale:
+    if form.rebias:  # else its subnormal numbers are fp32's, shortened
         smallest = (form.rebias + 1) << 23
-        result = torch.where(magnitude < smallest, _subnormal(x.abs() * form.scale, chance), result)
-    result = result.clamp(max=form.largest)
-    result = result.masked_fill(x.isinf(), form.infinity)
-    sign_at = 15 if form.bits == torch.int16 else 7
-    result = (everything >> 31 << sign_at | result).masked_fill(x.isnan(), form.nan)
-    return result.to(form.bits).view(getattr(torch, DTYPES[dtype_name].torch_name))
+        result = torch.where(magnitude < smallest, _subnormal(x.abs() / form.smallest, chance), result)
+    result = result.clamp(max=form.largest_code)
+    result = result.masked_fill(x.isinf(), form.overflow)
+    result = (everything >> 31 << form.bits - 1 | result).masked_fill(x.isnan(), form.nan)
+    return result.to(_CODES[form.bits]).view(getattr(torch, form.torch_name))
 
 
-def _normal(magnitude: Tensor, form: _Format, chance: Tensor | None) -> Tensor:
+def _normal(magnitude: Tensor, form: Float, chance: Tensor | None) -> Tensor:
     """Adds what decides the rounding to the bits that are dropped; a carry into the exponent is right."""
     if chance is None:
         half = (1 << form.dropped - 1) - 1

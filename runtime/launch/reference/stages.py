@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from embforge.codegen import stages as words
-from embforge.codegen.dtypes import DTYPES
-from embforge.codegen.stages import ABSENT, ACTIONS, PACKINGS, STAGES, StagePlan
+from embforge.codegen.dtypes import DTYPES, Dtype
+from embforge.codegen.poolings import DIVIDE, SELECTING
+from embforge.codegen.stages import ABSENT, PACKED, STAGES, StagePlan
 from embforge.launch.reference.forward import stays
 from embforge.launch.reference.stages_ids import (
     IdBatch,
@@ -25,8 +26,8 @@ from embforge.launch.reference.stages_ids import (
     fill_pools,
     records,
 )
+from embforge.launch.stage_calls import Value
 
-LARGEST = {"int8": 127.0, "fp8": 448.0}
 SCALE_BYTES = 4
 WORD_BYTES = 4
 
@@ -38,9 +39,9 @@ class ReferenceStages:
         self.plan = plan
         self._wire_id = getattr(torch, DTYPES[plan.wire_id_dtype].torch_name)
 
-    def run(self, stage: str, **arguments: Any) -> None:
+    def run(self, stage: str, **arguments: Value) -> None:
         """Runs one stage; see `Stages.run`."""
-        expected = {argument.name for argument in STAGES[stage] if "cuda" in argument.targets}
+        expected = {argument.name for argument in STAGES[stage].on(self.plan.target)}
         if set(arguments) != expected:
             raise AssertionError(f"stage {stage} takes {sorted(expected)}, got {sorted(arguments)}")
         getattr(self, f"_{stage}")(**arguments)
@@ -143,12 +144,12 @@ class ReferenceStages:
         for piece, own in _pieces_of(pieces, sources, num_pieces) if batch else ():
             columns = slice(piece["column"], piece["column"] + piece["width"])
             parts = [_pools(partials, own_partials, pools, source, batch, piece["width"]) for source in own]
-            if piece["action"] == ACTIONS["max"]:
+            if combiner := SELECTING.get(piece["action"]):
                 best = lengths.new_zeros((batch, piece["width"]), dtype=torch.float32)
                 winner = torch.full_like(best, -1, dtype=torch.int64)
                 for number, (source, part) in enumerate(zip(own, parts, strict=True)):
                     has = lengths.view(-1, batch)[source["length_row"]][:, None] != 0
-                    wins = has & ~((winner >= 0) & stays(best, part.float()))
+                    wins = has & ~((winner >= 0) & stays(combiner, best, part.float()))
                     best, winner = torch.where(wins, part.float(), best), torch.where(wins, number, winner)
                 result[:, columns] = best.to(result.dtype)
                 if winners is not None:
@@ -158,7 +159,7 @@ class ReferenceStages:
             total = parts[0].float()
             for part in parts[1:]:
                 total = total + part.float()
-            if piece["action"] == ACTIONS["divide"]:
+            if piece["action"] == DIVIDE:
                 total = _divided(total, divisors.view(batch, divisor_width)[:, piece["divisor_column"], None])
             result[:, columns] = total.to(result.dtype)
 
@@ -172,11 +173,11 @@ class ReferenceStages:
             gradient = grad_pooled.view(batch, output_width)[:, piece["column"] : piece["column"] + width].float()
             if factor is not None:
                 gradient = gradient * factor
-            if piece["action"] == ACTIONS["divide"]:
+            if piece["action"] == DIVIDE:
                 gradient = _divided(gradient, divisors.view(batch, divisor_width)[:, piece["divisor_column"], None])
             for number, source in enumerate(own):
                 to = _block(partials, own_partials, source, batch, width)
-                if piece["action"] == ACTIONS["max"]:
+                if piece["action"] in SELECTING:
                     assert winners is not None
                     first = piece["winner_column"]
                     won = winners.view(batch, winner_width)[:, first : first + width] == number
@@ -186,16 +187,16 @@ class ReferenceStages:
 
     def _pack(self, parts: Tensor, numbers: Tensor, bytes: Tensor, num_parts: int, rows: int, width: int,
               row_bytes: int, packing: int) -> None:  # fmt: skip
-        kind = _name_of(packing, PACKINGS)
+        kind = PACKED[packing]
         into = bytes.view(rows, row_bytes)
         for part in records(parts, words.PART_WORDS)[:num_parts]:
             count, first = part["width"], part["byte"]
             own = numbers.view(rows, width)[:, part["column"] : part["column"] + count]
             largest = own.abs().amax(1, keepdim=True) if count else own.new_zeros(rows, 1)
-            scale = (largest / LARGEST[kind]).masked_fill(~largest.isfinite(), torch.nan)
+            scale = (largest / kind.largest).masked_fill(~largest.isfinite(), torch.nan)
             into[:, first : first + SCALE_BYTES] = scale.view(torch.uint8).view(rows, SCALE_BYTES)
-            counts = (own / scale).clamp(-LARGEST[kind], LARGEST[kind])
-            coded = counts.round().to(torch.int8) if kind == "int8" else counts.to(torch.float8_e4m3fn)
+            counts = (own / scale).clamp(-kind.largest, kind.largest)
+            coded = (counts if kind.is_float else counts.round()).to(_torch_dtype(kind))
             coded = coded.view(torch.uint8).masked_fill(~(scale > 0), 0)
             first += SCALE_BYTES
             into[:, first : first + count] = coded
@@ -203,7 +204,7 @@ class ReferenceStages:
 
     def _unpack(self, parts: Tensor, bytes: Tensor, numbers: Tensor, num_parts: int, rows: int, width: int,
                 row_bytes: int, packing: int) -> None:  # fmt: skip
-        dtype = torch.int8 if _name_of(packing, PACKINGS) == "int8" else torch.float8_e4m3fn
+        dtype = _torch_dtype(PACKED[packing])
         for part in records(parts, words.PART_WORDS)[:num_parts]:
             first = part["byte"]
             own = bytes.view(rows, row_bytes)
@@ -250,8 +251,9 @@ def _pools(partials: Tensor, own_partials: Tensor | None, pools: Tensor | None, 
     return torch.where(places[:, None] < 0, torch.zeros_like(found), found)
 
 
-def _name_of(number: int, names: dict[str, int]) -> str:
-    return next(name for name, value in names.items() if value == number)
+def _torch_dtype(dtype: Dtype) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype.torch_name)
+    return found
 
 
 def _put(into: Tensor, at: int, numbers: Tensor) -> None:

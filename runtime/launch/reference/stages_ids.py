@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from embforge.codegen import stages as words
-from embforge.codegen.stages import ABSENT, DIVIDES, MISTAKES
+from embforge.codegen.poolings import Divisor
+from embforge.codegen.stages import ABSENT, MISTAKES
 from embforge.launch.reference.forward import canonical_reduce, ieee_sqrt
 
 Record = dict[str, int]
@@ -173,7 +174,7 @@ def fill_pools(batch: IdBatch, bucketing: Record, pools: Tensor, places: list[Re
 def divisor(batch: IdBatch, bucketing: Record) -> Tensor:
     """What a feature's bags are divided by; 0 for a bag without an id that counts."""
     facts, feature = batch.features[bucketing["feature"]], bucketing["feature"]
-    root = facts["divides"] == DIVIDES["sqrtn"]
+    root = facts["divides"] == Divisor.ROOT
     bags = [batch.bag(feature, sample) for sample in range(batch.size)]
     here = [[batch.is_present(bucketing, position) for position in bag] for bag in bags]
     present = torch.tensor([sum(bag) for bag in here], dtype=torch.int64, device=batch.device)

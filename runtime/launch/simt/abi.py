@@ -1,4 +1,4 @@
-"""`templates/emulator/abi.h` for Python: an image, loaded and launched. A test holds the structures against the header."""
+"""`templates/emulator/abi.h` for Python: images, loaded and launched. A test compares the structures to the header."""
 
 from __future__ import annotations
 

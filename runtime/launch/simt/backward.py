@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.errors import KernelBugError
+from embforge.codegen.kernel import KERNELS, UPDATE_METADATA_WORDS
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import UPDATE_METADATA_WORDS, arguments_of
 from embforge.codegen.targets.cuda.backward import backward_shape_of
-from embforge.codegen.targets.cuda.weight_gradient import weights_shape
 from embforge.codegen.targets.cuda.launch import status_size
+from embforge.codegen.targets.cuda.weight_gradient import weights_shape
 from embforge.codegen.targets.simt.toolchain import twin_of
-from embforge.launch.simt.counters import TABLE
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.gpu.backward_call import (
     Call,
@@ -33,10 +32,11 @@ from embforge.launch.gpu.backward_call import (
 )
 from embforge.launch.gpu.forward_call import Value
 from embforge.launch.gradients import Gradients
-from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import Metadata
-from embforge.launch.simt.forward import MOST_COPIED, MOST_SEEDS
 from embforge.launch.simt.abi import Image, load_image
+from embforge.launch.simt.counters import TABLE
+from embforge.launch.simt.forward import MOST_COPIED, MOST_SEEDS
+from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.simt.run import WORD_BYTES, Memory, launch_kernel, raise_mistakes
 from embforge.launch.update_kernel import UpdateKernel
 
@@ -60,7 +60,7 @@ class _SimtKernels:
         return next(self._calls) % MOST_SEEDS
 
     def _known(self, symbols: Sequence[str], image: Image) -> None:
-        wanted = (WORD_BYTES,) * len(arguments_of("simt", self.plan.op))
+        wanted = (WORD_BYTES,) * len(KERNELS[self.plan.op].in_blocks)
         for symbol in symbols:
             kernel = image.kernels.get(symbol)
             if kernel is None or kernel.argument_bytes != wanted:
@@ -238,4 +238,5 @@ def _guarded_batch(batch: Batch) -> Batch:
 
 
 def _guarded(gradients: Gradients) -> Gradients:
-    return Gradients(*(None if tensor is None else guarded_copy(tensor) for tensor in gradients))  # type: ignore[arg-type]
+    pooled, *others = gradients
+    return Gradients(guarded_copy(pooled), *(None if tensor is None else guarded_copy(tensor) for tensor in others))

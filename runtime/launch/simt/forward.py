@@ -16,23 +16,24 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.errors import KernelBugError
+from embforge.codegen.kernel import KERNELS, METADATA_WORDS
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import METADATA_WORDS, arguments_of
 from embforge.codegen.targets.cuda.launch import QUEUE_COUNTERS, KernelLaunch, shape_of, status_size
 from embforge.codegen.targets.simt.toolchain import twin_of
-from embforge.launch.simt.counters import SINGLE, TABLE, KernelCounters, Traffic
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.gpu.forward_call import ForwardCall, Value, forward_call
 from embforge.launch.gradients import TrainResult
-from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import Metadata
 from embforge.launch.simt.abi import Counted, Region, SimtTraffic, load_image
+from embforge.launch.simt.counters import SINGLE, TABLE, KernelCounters, Traffic
+from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.simt.run import WORD_BYTES, launch_kernel, raise_mistakes
 from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
 
-READ_ONLY = ("metadata", "values", "offsets", "weights")
-RESULTS = ("pooled", "sequence", "divisors", "winners")
-WRITTEN = (*RESULTS, "scratch", "queue")
+_KERNEL = KERNELS["forward_train"]
+READ_ONLY = _KERNEL.used("read")
+RESULTS = _KERNEL.used("result")
+WRITTEN = _KERNEL.used("result", "space")
 """Whose bytes nobody may read before they are written; results must be written whole."""
 MOST_SEEDS = 2**64
 MOST_COPIED = 4 << 20
@@ -65,7 +66,7 @@ class _SimtLookup:
         self._image = load_image(image)
         self._shape = shape_of(twin_of(plan))
         self._calls = count()
-        wanted = (WORD_BYTES,) * len(arguments_of("simt", plan.op))
+        wanted = (WORD_BYTES,) * len(KERNELS[plan.op].in_blocks)
         for symbol in self._shape.symbols:
             kernel = self._image.kernels.get(symbol)
             if kernel is None or kernel.argument_bytes != wanted:
@@ -142,7 +143,7 @@ class _SimtLookup:
 
 
 class SimtForward(_SimtLookup):
-    """A forward that nothing is to be learned from."""
+    """A forward that keeps nothing for a backward."""
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str

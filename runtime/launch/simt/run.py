@@ -10,14 +10,14 @@ from torch import Tensor
 
 from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
+from embforge.codegen.kernel import MISTAKES, STATUS_WORDS, KernelPlan
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS
 from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.gpu.forward_call import Value
-from embforge.launch.simt.guarded import spanned_bytes
 from embforge.launch.simt.abi import BUG, DONE, Counted, Image, Region
+from embforge.launch.simt.guarded import spanned_bytes
 from embforge.launch.simt.report import bug_of
 
 WORD_BYTES = 8
@@ -59,7 +59,7 @@ class Memory:
 
 
 def launch_kernel(
-    plan: Plan,
+    plan: KernelPlan,
     image: Image,
     kernel: KernelLaunch,
     arguments: Sequence[Value],

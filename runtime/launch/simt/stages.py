@@ -8,19 +8,18 @@ from __future__ import annotations
 import ctypes
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from embforge.codegen.stages import StagePlan
+from embforge.codegen.stages import STAGES, StagePlan
 from embforge.codegen.targets.cuda.launch import KernelLaunch
-from embforge.codegen.targets.cuda.stages import KERNELS, kernel_arguments, symbol_of
+from embforge.codegen.targets.cuda.stages import KERNELS, symbol_of
 from embforge.launch.gpu.forward_call import Value
-from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
-from embforge.launch.simt.forward import MOST_SEEDS
+from embforge.launch.gpu.stage_call import stage_call
 from embforge.launch.simt.abi import load_image
+from embforge.launch.simt.forward import MOST_SEEDS
+from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.simt.run import WORD_BYTES, Memory, launch_kernel
-from embforge.launch.gpu.stage_call import CHANGED, RESULTS, stage_call
 
 
 class SimtStages:
@@ -31,7 +30,7 @@ class SimtStages:
         self._image = load_image(image)
         self._calls = count()
         for stage, kernels in KERNELS.items():
-            wanted = (WORD_BYTES,) * len(kernel_arguments(stage))
+            wanted = (WORD_BYTES,) * len(STAGES[stage].in_blocks)
             for kernel in kernels:
                 found = self._image.kernels.get(symbol_of(plan, stage, kernel))
                 if found is None or found.argument_bytes != wanted:
@@ -46,14 +45,14 @@ class SimtStages:
         placed = {k: guarded_copy(_with_rows(v)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
         call = stage_call(self.plan, stage, placed, guarded_empty)
         memory = Memory()
-        memory.describe(call.given, {*RESULTS[stage], *call.space}, {*CHANGED.get(stage, ()), *call.prepared})
+        results, changed = STAGES[stage].used("result"), STAGES[stage].used("changed")
+        memory.describe(call.given, {*results, *call.space}, {*changed, *call.prepared})
         for step in call.steps:
             if isinstance(step, KernelLaunch):
-                plan: Any = self.plan
-                launch_kernel(plan, self._image, step, call.arguments(), memory.regions, seed=seed)
+                launch_kernel(self.plan, self._image, step, call.arguments(), memory.regions, seed=seed)
             else:
                 step()
-        for name in (*RESULTS[stage], *CHANGED.get(stage, ())):
+        for name in (*results, *changed):
             given, there = arguments[name], placed[name]
             if isinstance(given, Tensor) and isinstance(there, Tensor) and given.data_ptr() != there.data_ptr():
                 ctypes.memmove(given.data_ptr(), there.data_ptr(), spanned_bytes(there))

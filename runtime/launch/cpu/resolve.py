@@ -1,0 +1,47 @@
+"""Calls a CPU plan's step that turns ids into rows, on torch's own threads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, get_num_threads
+
+from embforge.codegen.plan import Plan
+from embforge.inputs import Batch
+from embforge.launch.cpu.forward import torch_parallel_for, words_entry
+from embforge.launch.cpu.packing import packer_of
+from embforge.launch.metadata import Metadata
+
+
+class CpuResolve:
+    """One plan's loaded kernel. Safe to call from several threads at once."""
+
+    def __init__(self, plan: Plan, library: Path) -> None:
+        self.plan = plan
+        self._call = words_entry(ctypes.CDLL(str(library)), plan.symbol)
+        self._pack = packer_of(plan.target, plan.op)
+        self._parallel_for = torch_parallel_for()
+
+    def __call__(self, metadata: Metadata, remaps: Sequence[Tensor], batch: Batch) -> Tensor:
+        """The rows of a batch's ids, see `ResolveKernel`."""
+        values, offsets, _, size, _ = batch
+        rows = torch.empty_like(values)
+        self._call(
+            self._pack(
+                metadata=metadata.pointer,
+                values=values.data_ptr(),
+                offsets=offsets.data_ptr(),
+                rows=rows.data_ptr(),
+                batch=size,
+                num_values=values.numel(),
+                parallel_for=self._parallel_for,
+                threads=get_num_threads(),
+            )
+        )
+        return rows
+
+    def check(self) -> None:
+        """Nothing is ever pending: the lookup finds what is wrong with a batch."""

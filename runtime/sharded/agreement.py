@@ -16,13 +16,19 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import BOUNDS_CHECKS
 from embforge.sharded.exchange.collectives import Exchange
 from embforge.sharded.exchange.formats import Formats
-from embforge.training.rule_groups import RuleGroups, rule_groups
+from embforge.training.rule_groups import Optimizers, RuleGroups, rule_groups
 
 REFUSED = "refused"
 
 
 def wrong_argument(
-    spec: Any, plan: Any, optimizer: Any, bounds_check: str, duplicates: str, pools: str | None, formats: Any
+    spec: object,
+    plan: object,
+    optimizer: Optimizers,
+    bounds_check: str,
+    duplicates: str,
+    pools: str | None,
+    formats: object,
 ) -> Exception | None:
     """What cannot be, whatever the other ranks say."""
     if not isinstance(spec, CollectionSpec):
@@ -59,14 +65,14 @@ def wrong_argument(
     return None
 
 
-def agree(exchange: Exchange, facts: Mapping[str, Any], wrong: Exception | None, seed: int) -> int:
+def agree(exchange: Exchange, facts: Mapping[str, object], wrong: Exception | None, seed: int) -> int:
     """The seed of rank 0, if all ranks' facts (plain data by name) are equal; else `RankError` on all, naming what
     differs.
 
     `wrong`: why this rank has no facts. It raises that, the others `RankError`. Only digests travel, unless they
     differ.
     """
-    told: dict[str, Any] = {REFUSED: wrong is not None, "seed": seed}
+    told: dict[str, object] = {REFUSED: wrong is not None, "seed": seed}
     if wrong is None:
         told |= {name: digest(value) for name, value in facts.items()}
     found = _gathered(exchange, told)
@@ -98,12 +104,12 @@ def common_node_size(exchange: Exchange) -> int:
     return ranks.node_size if len(set(_gathered(exchange, ranks.node_size))) == 1 else ranks.size
 
 
-def digest(data: Any) -> str:
+def digest(data: object) -> str:
     """Equal for equal plain data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _gathered(exchange: Exchange, mine: Any) -> list[Any]:
+def _gathered(exchange: Exchange, mine: object) -> list[Any]:
     """Of every rank, by rank."""
     if exchange.ranks.size == 1:
         return [mine]
@@ -112,7 +118,7 @@ def _gathered(exchange: Exchange, mine: Any) -> list[Any]:
     return found
 
 
-def _differences(first: Any, other: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+def _differences(first: object, other: object, where: str) -> Iterator[tuple[str, object, object]]:
     """Where plain data differ, and what is there."""
     if isinstance(first, dict) and isinstance(other, dict):
         for key in [*first, *(key for key in other if key not in first)]:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +27,8 @@ Progress = Callable[[str, int, int], None]
 ROW_FLOATS = 64
 SMALL, LARGE = 1024, 2**22
 """Bytes that a rank sends in the two exchanges from which latency and bandwidth are told apart."""
+TRIES = 5
+"""How often the exchanges are timed, each time with twice the repeats, on a machine too busy to tell them apart."""
 
 
 def calibrate(
@@ -67,9 +70,13 @@ def _topology(found: dict[str, float], count: int, on_gpus: bool) -> Topology:
         hardware = gpu_hardware(gpu_facts(torch.device("cuda", 0))).identity
         memory = float(torch.cuda.get_device_properties(0).total_memory)
         what = f"{count} GPUs with NCCL"
+    if not _told_apart(found):
+        raise PlanError(
+            f"calibration: {TRIES} times, an exchange of {LARGE} bytes ({found['large']:.3g} s) took hardly longer "
+            f"than one of {SMALL} ({found['small']:.3g} s): others use this machine; calibrate again when it is quiet"
+        )
     # Two sizes, one line: what is left of the small exchange is latency.
-    spent = max(found["large"] - found["small"], 1e-9)
-    link = Link((LARGE - SMALL) / spent, found["small"])
+    link = Link((LARGE - SMALL) / (found["large"] - found["small"]), found["small"])
     day = datetime.now(UTC).date().isoformat()
     return Topology(
         name=LOCAL,
@@ -123,7 +130,7 @@ class _Clock:
             spent = torch.tensor([time.perf_counter() - begin], dtype=torch.float32, device=self.device)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             times.append(float(spent))
-        if self.folder is not None:
+        if self.folder is not None and self.stages < STAGES:
             (self.folder / f"stage-{self.stages}").touch()
         self.stages += 1
         return median(times[2:])
@@ -147,13 +154,22 @@ def _memory(clock: _Clock, table_bytes: int) -> dict[str, float]:
 
 def _links(clock: _Clock, count: int) -> dict[str, float]:
     """Seconds of an all-to-all of few and of many bytes to other ranks."""
-    spent = {}
-    for name, bytes_ in (("small", SMALL), ("large", LARGE)):
-        numbers = bytes_ // 4 // (count - 1) * count  # a rank's own part moves nowhere
-        given = torch.zeros(numbers // count * count, dtype=torch.float32, device=clock.device)
-        taken = torch.empty_like(given)
-        spent[name] = clock.seconds(lambda given=given, taken=taken: _all_to_all(taken, given))  # type: ignore[misc]
+    spent: dict[str, float] = {}
+    for _ in range(TRIES):  # all ranks see the same times, so they leave this loop together
+        for name, bytes_ in (("small", SMALL), ("large", LARGE)):
+            numbers = bytes_ // 4 // (count - 1) * count  # a rank's own part moves nowhere
+            given = torch.zeros(numbers // count * count, dtype=torch.float32, device=clock.device)
+            taken = torch.empty_like(given)
+            spent[name] = clock.seconds(partial(_all_to_all, taken, given))
+        if _told_apart(spent):
+            break
+        clock.repeats *= 2
     return spent
+
+
+def _told_apart(spent: dict[str, float]) -> bool:
+    """Whether the large exchange took so much longer than the small one that its bandwidth can be told."""
+    return spent["large"] > 1.1 * spent["small"]
 
 
 def _all_to_all(taken: Tensor, given: Tensor) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import current_thread
 from typing import Any
@@ -13,38 +14,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embforge.autograd_calls import all_applied
 from embforge.backends import BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
 from embforge.codegen.errors import PlanError, RankError
+from embforge.codegen.planner.memory import check_memory
+from embforge.codegen.planner.topology import Topology
+from embforge.codegen.plans import resolve_plan
+from embforge.codegen.poolings import selections_of
+from embforge.codegen.rules.rule import Extent
 from embforge.codegen.sharding.geometry import Geometry, piece_name
 from embforge.codegen.sharding.kinds import ShardPlan
-from embforge.codegen.planner.memory import check_memory
 from embforge.codegen.sharding.placement import place
-from embforge.codegen.planner.topology import Topology
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
-from embforge.inputs import BoundsCheck, normalise, resolved, usual_bounds_check
+from embforge.inputs import Batch, BoundsCheck, normalise, resolved, usual_bounds_check
+from embforge.launch.kernels import Program
+from embforge.resolve import ResolveStep, resolve_step
 from embforge.sharded.agreement import agree, common_node_size, wrong_argument
 from embforge.sharded.exchange.collectives import Exchange, Ranks
-from embforge.sharded.stages.data_distributor import Distributed, Distributor
 from embforge.sharded.exchange.formats import Formats, computed_in
+from embforge.sharded.exchange.wire import Wire
 from embforge.sharded.join import EmptyCalls
 from embforge.sharded.lookup import ShardedLookup, run_forward
-from embforge.sharded.stages.network import Network
 from embforge.sharded.norms import RowNorms, needs_norms, shared_rules
-from embforge.sharded.stages.model_forward import Owner
 from embforge.sharded.replicas import Replicas
-from embforge.sharded.starting_rows import draw_rows
-from embforge.sharded.training import ShardedTraining
 from embforge.sharded.stages.all2all import Vectors
-from embforge.sharded.exchange.wire import Wire
+from embforge.sharded.stages.data_distributor import Distributed, Distributor
+from embforge.sharded.stages.model_forward import Owner, OwnOptions
+from embforge.sharded.stages.network import Network
+from embforge.sharded.stages.prefetch import IdsOnTheirWay
 from embforge.sharded.stages.stage_metadata import Base, Wiring
-from embforge.storage.static import StaticTable
+from embforge.sharded.starting_rows import draw_rows
+from embforge.storage.remap import Remap, RemappedModule, digests_of, new_remaps, set_remaps
+from embforge.storage.table import Table
 from embforge.training.numbers import drawn_seed
-from embforge.training.rule_groups import RuleGroups, rule_groups
+from embforge.training.rule_groups import Optimizers, RuleGroups, rule_groups
 
 
-class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
+class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
     """All lookups of a spec over ranks: a lookup kernel a rank, an exchange of ids and one of vectors for all tables.
 
     Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call
@@ -65,8 +73,8 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self,
         spec: CollectionSpec,
         plan: ShardPlan,
-        process_group: Any = None,
-        optimizer: Any = None,
+        process_group: object = None,
+        optimizer: Optimizers = None,
         *,
         device: str | torch.device | None = None,
         backend: BackendName | None = None,
@@ -81,6 +89,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         node_size: int | None = None,
         timeout: timedelta | None = None,
         topology: Topology | None = None,
+        remap: Mapping[str, Any] | None = None,
         _bases: list[Base] | None = None,
     ) -> None:
         super().__init__()
@@ -104,15 +113,22 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
             "bases": [asdict(base) for base in _bases or ()],
         }  # fmt: skip
         refused = wrong_argument(spec, plan, optimizer, bounds_check, duplicates, pools, self.formats)
+        if refused is None:
+            try:
+                self._remaps = new_remaps(spec, device)
+                set_remaps(spec, self._remaps, remap)
+                told["remap"] = digests_of(self._remaps)
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                refused = error
         seed = self._agree(optimizer, refused, told)
-        given = {
-            "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates, "pools": pools,
-            "backend": backend, "kernels": kernels, "batch_size": batch_size, "topology": topology,
-        }  # fmt: skip
         try:
             groups = rule_groups(optimizer, spec)
             assert groups is not None
-            self._make(groups, _bases, seed, **given)  # type: ignore[arg-type]
+            self._make(
+                groups, _bases, seed, accumulate=accumulate, average_gradients=average_gradients,
+                duplicates=duplicates, pools=pools, backend=backend, kernels=kernels, batch_size=batch_size,
+                topology=topology,
+            )  # fmt: skip
         except Exception as error:  # no memory, no such backend: the others must not wait for this rank's first call
             refused = error
         agree(self._ids, {}, refused, seed)
@@ -141,12 +157,12 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self.geometry = Geometry(placement, tuple(base.first for base in bases or ()))
         forward, backward = self._wire_formats()
         norms = needs_norms(self.geometry, groups)
-        backend = backend_on(device, backend)  # type: ignore[assignment]
-        options = {
-            "device": device, "backend": backend, "kernels": kernels, "batch_size": batch_size,
-            "bounds_check": "zero" if bounds_check == "zero" else bounds_check,
+        backend = backend_on(device, backend)
+        kernel_directory = str(kernels) if kernels is not None else None
+        options: OwnOptions = {
+            "device": device, "backend": backend, "kernels": kernel_directory, "batch_size": batch_size,
+            "bounds_check": bounds_check,
         }  # fmt: skip
-        self._accumulate = accumulate
         local = self.geometry.locals[self._ranks.rank]
         self.owner = None
         if local is not None:
@@ -154,34 +170,34 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
             own = shared_rules(groups, norms).for_parts([table.name for table in local.spec.tables], local.wholes)
             self.owner = Owner(
                 local, "fp32" if has_hierarchical else computed_in(forward), computed_in(backward),
-                optimizer=own, accumulate=accumulate or bool(norms), **options,
+                own, accumulate or bool(norms), options,
             )  # fmt: skip
-        kernel_directory = str(kernels) if kernels is not None else None
-        arch = arch_of(backend, device)  # type: ignore[arg-type]
+        arch = arch_of(backend, device)
         stage_plan = StagePlan(
-            str(backend),
+            backend,
             arch,
             "int64",
             self.geometry.id_dtype,
             computed_in(forward),
             computed_in(backward),
             spec.output_dtype,
+            tuple(combiner.name for combiner in selections_of(feature.kind for feature in spec.features)),
         )
         asks = self._ranks.size > 1 and (pools or ("different" if device.type == "cpu" else "all")) == "different"
         wiring = Wiring(self.geometry, self._ranks.rank, device, bases, asks=asks)
         self.distributor = Distributor(
-            wiring, self._ids, stage_plan, bounds_check, duplicates == "merge", kernel_directory
+            wiring, self._ids, stage_plan, spec, bounds_check, duplicates == "merge", kernel_directory
         )
         self.vectors = Vectors(
             wiring, self._wires, Wire(forward, stage_plan, kernel_directory),
             Wire(backward, stage_plan, kernel_directory), stage_plan, kernel_directory,
         )  # fmt: skip
-        self.network = Network(wiring, stage_plan, computed_in(forward), str(backend), arch, kernel_directory)
+        self.network = Network(wiring, stage_plan, computed_in(forward), backend, arch, kernel_directory)
         self.replicas = None
         if self.geometry.replicated is not None:
             names = [table.name for table in self.geometry.replicated.tables]
             self.replicas = Replicas(self.geometry, self._wires, groups.for_parts(names, names), options)
-        self._trainer = self._shared_trainer(groups, accumulate)
+        self.trainer = self._shared_trainer(groups, accumulate)
         self._frozen = frozenset(name for place, name in enumerate(groups.tables) if groups.of_table(place) is None)
         self._row_norms = None
         if norms:
@@ -190,14 +206,18 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         if average_gradients and self._ranks.size > 1:
             self.gradient_factor = torch.full((1,), 1 / self._ranks.size, dtype=torch.float32, device=device)
         self.check_saved_keys()
-        draw_rows(self, seed)
+        draw_rows(spec, self.held_tables(), seed)
+        self.trainer.seed(seed % 2**63)
+        self._resolve = _resolve_step(spec, backend, arch, kernel_directory, self.remaps())
+
+    def remaps(self) -> dict[str, Remap]:
+        """The remaps of those tables whose ids are not rows, by table: the same on all ranks."""
+        return dict(self._remaps)
+
+    _resolve: ResolveStep | None = None
+    """What runs before every exchange of ids; None where ids are rows."""
 
     # ---- Calls --------------------------------------------------------------------------------------------
-
-    @property
-    def sequence_features(self) -> tuple[int, ...]:
-        """Features that are not pooled."""
-        return tuple(f.index for f in self.geometry.layout.sequence_features)
 
     def distribute(
         self,
@@ -221,8 +241,11 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         self.wait_for_ids()
         self._calls += 1
         try:
-            batch: Any = resolved(normalise(self.spec, self._device, values, offsets, weights, lengths))
-            self._load_kernels(batch.values.dtype, bool(self._flags(batch) & (FLAGS["trains"] | FLAGS["joined"])))
+            checked = resolved(normalise(self.spec, self._device, values, offsets, weights, lengths))
+            if self._resolve is not None:
+                checked = self._resolve(checked)
+            self._load_kernels(checked.values.dtype, bool(self._flags(checked) & (FLAGS["trains"] | FLAGS["joined"])))
+            batch: Batch | Exception = checked
         except Exception as error:  # whatever it is, the other ranks must hear of it
             batch = error
         done = self.distributor(batch, self._flags(batch), self._calls)
@@ -252,13 +275,13 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     def wait_for_ids(self) -> None:
         """Lets an exchange of ids end that began earlier in another thread: ranks must begin them in the same order."""
         pending = self.ids_on_their_way
-        if pending is not None and current_thread() is not pending[0]:
-            wait([pending[1]])
+        if pending is not None and current_thread() is not pending.thread:
+            wait([pending.arrival])
 
-    ids_on_their_way: tuple[Any, Any] | None = None
-    """The thread that exchanges ids ahead, and its future; see `PrefetchedBatches`."""
+    ids_on_their_way: IdsOnTheirWay | None = None
+    """Set by `PrefetchedBatches`."""
 
-    def _flags(self, batch: Any) -> int:
+    def _flags(self, batch: Batch | Exception) -> int:
         """What this rank wants of a call."""
         if self._joined:  # whatever the others want
             return FLAGS["joined"]
@@ -311,18 +334,14 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
 
     def _call_eagerly(self, values: Any, offsets: Any, weights: Any, lengths: Any) -> tuple[Tensor, ...]:
         self.notify_join()
-        return self._lookup(self.distribute(values, offsets, weights, lengths=lengths))
+        return self.lookup(self.distribute(values, offsets, weights, lengths=lengths))
 
-    def _lookup(self, done: Distributed) -> tuple[Tensor, ...]:
-        self._trainer.note_forward()
+    def lookup(self, done: Distributed) -> tuple[Tensor, ...]:
+        """The second half of a call: pooled columns, then the rows of every feature that is not pooled."""
+        self.trainer.note_forward()
         if not done.wants("trains"):
-            pooled, sequences, _ = run_forward(self, done, keep=False)
-            return pooled, *sequences
-        self._share_scale()
-        numbers = self._trainer.numbers
-        assert numbers is not None
-        found: Any = ShardedLookup.apply(self, done, done.given.weights, numbers.anchor)  # type: ignore[no-untyped-call]
-        return tuple(found)
+            return run_forward(self, done, keep=False)[0]
+        return all_applied(ShardedLookup, self, done, done.given.weights, self.trainer.numbers.anchor)
 
     # ---- Rows ---------------------------------------------------------------------------------------------
 
@@ -368,22 +387,21 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
     @torch.no_grad()
     def full(self, table: str) -> Tensor:
         """The whole table `[rows, dim]`, on every rank. All ranks must call."""
-        return self._gather(table, lambda shard: shard.weight, ())
+        return self._gather(table, lambda shard: shard.weight, None)
 
     @torch.no_grad()
     def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
         """The whole states of a table by name: `[rows, dim]` of elements, `[rows]` of rows. All ranks must call."""
         self.spec.table(table)
         return {
-            state.name: self._gather(table, lambda shard, name=state.name: shard.states()[name], state.extent)
+            state.name: self._gather(table, partial(_state_of, state.name), state.extent)
             for state in self.states_of(table)
         }
 
-    def _gather(self, name: str, take: Any, extent: Any) -> Tensor:
+    def _gather(self, name: str, take: Callable[[Table], Tensor], extent: Extent | None) -> Tensor:
         spec, placed = self.spec.table(name), self.geometry.placement.by_name[name]
         if placed.replicated:
-            found: Tensor = take(self._table(name)).clone()
-            return found
+            return take(self._table(name)).clone()
         of_rows = extent == "row"
         dtype = torch.float32 if extent else getattr(torch, _torch_name(spec.dtype))
         shape = (spec.num_embeddings,) if of_rows else (spec.num_embeddings, spec.embedding_dim)
@@ -403,11 +421,10 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
                     whole[place, piece.begin : piece.end] = part
         return whole
 
-    def _table(self, name: str) -> StaticTable:
-        for module in self._modules_trained():
-            if name in module._tables():
-                found: StaticTable = module._tables()[name]
-                return found
+    def _table(self, name: str) -> Table:
+        for module in self._own_collections():
+            if name in module.named_tables():
+                return module.named_tables()[name]
         raise PlanError(f"table {name!r}: this rank holds nothing of it")
 
     # ---- About itself -------------------------------------------------------------------------------------
@@ -423,7 +440,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
 
     def check(self) -> None:
         """Waits for the device and raises the error of an earlier call, if there is one."""
-        for module in self._modules_trained():
+        for module in self._own_collections():
             module.check()
 
     def close(self) -> None:
@@ -442,7 +459,7 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
         forward = self.formats.forward or (self.spec.output_dtype if whole else "fp32")
         return forward, self.formats.backward or "fp32"
 
-    def _agree(self, optimizer: Any, wrong: Exception | None, options: dict[str, Any]) -> int:
+    def _agree(self, optimizer: Optimizers, wrong: Exception | None, options: dict[str, Any]) -> int:
         """Raises where ranks differ in what must be the same; returns the seed of rank 0."""
         facts: dict[str, Any] = {}
         if wrong is None:
@@ -451,6 +468,20 @@ class ShardedEmbeddingCollection(EmptyCalls, ShardedTraining):
             rules = _facts_of(groups)
             facts = {"spec": self.spec.to_dict(), "plan": self.plan.to_dict(), "optimizer": rules, **options}
         return agree(self._ids, facts, wrong, drawn_seed())
+
+
+def _resolve_step(
+    spec: CollectionSpec, backend: str, arch: str, kernels: str | None, remaps: dict[str, Remap]
+) -> ResolveStep | None:
+    """Rows are int64 here, so that any rank can read from an unknown id's number, which another rank sent, which id it
+    was."""
+    plan = resolve_plan(spec, backend, arch, "int64")
+    programs = {torch.int64: Program(plan, kernels).text}
+    return resolve_step(spec, backend, programs, remaps, {}, widens=True)
+
+
+def _state_of(name: str, shard: Table) -> Tensor:
+    return shard.states()[name]
 
 
 def _facts_of(groups: RuleGroups) -> dict[str, Any]:

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from embforge.codegen.dtypes import OutputDtype, TableDtype
+from embforge.codegen.poolings import EACH_ROW
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.sharded.collection import ShardedEmbeddingCollection
+from embforge.training.facade import FusedOptimizer
+from embforge.training.rule_groups import Optimizers
 
 BAGS = 4096
 """Ids are handed to kernels in so many bags, so that a GPU's blocks share the work."""
@@ -30,8 +33,8 @@ class All2AllDenseEmbedding(nn.Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        optimizer: Any = None,
-        process_group: Any = None,
+        optimizer: Optimizers = None,
+        process_group: object = None,
         *,
         dtype: TableDtype = "fp32",
         output_dtype: OutputDtype = "fp32",
@@ -41,7 +44,7 @@ class All2AllDenseEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         table = TableSpec("weight", num_embeddings, embedding_dim, dtype)
-        feature = FeatureSpec("ids", "weight", pooling="none", padding_idx=padding_idx)
+        feature = FeatureSpec("ids", "weight", pooling=EACH_ROW, padding_idx=padding_idx)
         spec = CollectionSpec((table,), (feature,), output_dtype, "dense")
         self.collection = ShardedEmbeddingCollection(
             spec, ShardPlan.row_wise(spec), process_group, optimizer, duplicates=duplicates, **options
@@ -59,7 +62,7 @@ class All2AllDenseEmbedding(nn.Module):
         return rows.view(*ids.shape, rows.shape[1])
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> FusedOptimizer | None:
         """As `ShardedEmbeddingCollection.optimizer`."""
         return self.collection.optimizer
 

@@ -25,11 +25,9 @@ from embforge.launch.reference.forward import ieee_sqrt
 from embforge.launch.reference.rules import Evaluation, row_sum
 from embforge.sharded.exchange.collectives import Exchange
 from embforge.sharded.stages.model_forward import Owner
-from embforge.storage.static import StaticTable
-from embforge.training import pending
-from embforge.training.calls import run_reduce
+from embforge.storage.table import Table
 from embforge.training.numbers import STEP
-from embforge.training.rule_groups import RuleGroups
+from embforge.training.rule_groups import RuleGroups, TableOptimizer
 
 FOLDS = ("sum", "mean", "norm")
 SHARED, OF_COLUMNS = "shared_{}", "_columns"
@@ -71,7 +69,7 @@ def shared_rules(groups: RuleGroups, shared: Sequence[SharedRule]) -> RuleGroups
 class _SharedOptimizer:
     """An optimizer whose reductions are given from outside, in all else the user's."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: TableOptimizer) -> None:
         self._given = optimizer
         rule = optimizer.update.rule
         self.update = replace(optimizer.update, rule=_without_reductions(rule))
@@ -161,7 +159,8 @@ class RowNorms:
 
     def share(self) -> None:
         """Fills the states of the rows whose gradients wait, rule by rule. All ranks must call."""
-        reduced = self._merged()
+        # Also where no row waits: the step counts, as on ranks whose rows occur.
+        reduced = [] if self.owner is None else self.owner.merge()
         for rule in self.rules:
             everywhere = [[held for held in of_rank if held.table in rule.tables] for of_rank in self.held]
             own = [place for place, held in enumerate(self.held[self.rank]) if held.table in rule.tables]
@@ -187,28 +186,9 @@ class RowNorms:
             for name, value in zip(state_names(rule.update.rule), values, strict=True):
                 states[name][local] = value
 
-    def _tables(self, places: Sequence[int]) -> list[StaticTable]:
-        held = [] if self.owner is None else list(self.owner.module._tables().values())
+    def _tables(self, places: Sequence[int]) -> list[Table]:
+        held = [] if self.owner is None else list(self.owner.module.named_tables().values())
         return [held[place] for place in places]
-
-    def _merged(self) -> list[tuple[Tensor, Tensor]]:
-        """The rows of each table whose gradients wait, and these."""
-        if self.owner is None:
-            return []
-        module, trainer = self.owner.module, self.owner.module._trainer
-        if not trainer._pending:
-            rows = torch.empty(0, dtype=torch.int64, device=self.device)
-            nothing = [
-                (rows, torch.empty((0, t.embedding_dim), dtype=torch.float32, device=self.device))
-                for t in module.spec.tables
-            ]
-            trainer._pending = [pending.Pass(nothing, [])]  # the step counts, as on ranks whose rows occur
-        batch, gradients = pending.as_batch(trainer._pending, self.device)
-        storage = module._storage(module._weights())
-        reduced = list(run_reduce(module._programs[torch.int64].merge, storage, batch, gradients))
-        verdicts = [verdict for one in trainer._pending for verdict in one.verdicts]
-        trainer._pending = [pending.Pass(reduced, verdicts)]
-        return reduced
 
     def _evaluations(
         self, rule: SharedRule, held: list[_Held], own: list[int], reduced: list[tuple[Tensor, Tensor]]
@@ -216,7 +196,7 @@ class RowNorms:
         """The rule on the rows whose gradients wait, table by table."""
         if self.owner is None:
             return []
-        numbers = self.owner.module._trainer.numbers
+        numbers = self.owner.module.trainer.numbers
         assert numbers is not None
         scale, step = numbers.get("grad_scale", rule.group) or 1.0, int(numbers.counters[STEP]) + 1
         evaluations = []

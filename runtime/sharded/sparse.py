@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.errors import SpecError
+from embforge.codegen.poolings import POOLINGS
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.sharded.collection import ShardedEmbeddingCollection
-from embforge.sharded.stages.data_distributor import Distributed
 from embforge.sharded.stages.all2all import Arrived, Room, Vectors
+from embforge.sharded.stages.data_distributor import Distributed
 from embforge.sharded.stages.stage_metadata import Base
-from embforge.training.rule_groups import RuleGroups, rule_groups
-
-POOLINGS = ("sum", "mean", "sqrtn")
+from embforge.training.rule_groups import Optimizers, RuleGroups, rule_groups
 
 
 class DistributedSparseEmbedding(ShardedEmbeddingCollection):
@@ -32,12 +31,15 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
     all-gather brings the gradients of all samples. Arguments: as `ShardedEmbeddingCollection`, without a plan.
     """
 
-    def __init__(self, spec: CollectionSpec, process_group: Any = None, optimizer: Any = None, **options: Any) -> None:
+    def __init__(
+        self, spec: CollectionSpec, process_group: object = None, optimizer: Optimizers = None, **options: Any
+    ) -> None:
         for feature in spec.features:
-            if feature.pooling not in POOLINGS:
+            if not feature.kind.sums:
+                allowed = ", ".join(name for name, kind in POOLINGS.items() if kind.sums)
                 raise SpecError(
                     f"feature {feature.name!r}: pooling={feature.pooling!r} cannot be reduced and scattered; allowed: "
-                    f"{', '.join(POOLINGS)}; ShardedEmbeddingCollection has all poolings"
+                    f"{allowed}; ShardedEmbeddingCollection has all poolings"
                 )
         if options.get("formats") is not None:
             raise ValueError("formats: a reduce-scatter adds fp32; ShardedEmbeddingCollection has other formats")
@@ -88,7 +90,7 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
         members = ", ".join(repr(member.name) for member in self._members[name])
         raise ValueError(f"table {table!r}: a rank holds every n-th row of {members} together; full() has whole tables")
 
-    def _set_trainable(self, names: tuple[str, ...], wanted: bool) -> None:
+    def _set_trainable(self, names: Sequence[str], wanted: bool) -> None:
         """Tables of one width are one, so all of them are trained or none."""
         fused = {self._place(name)[0] for name in names}
         for name in fused:
@@ -121,6 +123,11 @@ class _Fused:
 def _fuse(spec: CollectionSpec) -> _Fused:
     members: dict[str, list[TableSpec]] = {}
     for table in spec.tables:
+        if not table.ids_are_rows:
+            raise SpecError(
+                f"table {table.name!r}: remap={table.remap} is not allowed here, where tables of one width are one; "
+                "use ShardedEmbeddingCollection, or turn ids into rows before the call"
+            )
         members.setdefault(f"dim{table.embedding_dim}_{table.dtype}", []).append(table)
     home: dict[str, tuple[str, Base]] = {}
     for name, tables in members.items():
@@ -175,6 +182,8 @@ class ReducedVectors(Vectors):
         partials = torch.empty(size, dtype=self.backward_wire.dtype, device=self.wiring.device)
         return Room(partials, (0,) * self.wiring.geometry.world_size, None, None)
 
-    def to_owners(self, done: Distributed, room: Room, sequences: Any) -> tuple[Tensor | None, Tensor | None]:
+    def to_owners(
+        self, done: Distributed, room: Room, sequences: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
         rows = room.partials.view(done.samples[self.rank], sum(self.widths[self.rank]))
         return self.exchange.all_gather("gradients", rows, done.samples), None

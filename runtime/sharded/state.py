@@ -11,21 +11,25 @@ different keys. torch.distributed.checkpoint, which takes tensors with one key f
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
+from embforge.chosen_device import device_after
 from embforge.codegen.rules.rule import State
 from embforge.codegen.sharding.geometry import Geometry, piece_name
+from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.placement import Piece, Rows, TablePlacement
 from embforge.sharded.exchange.collectives import Ranks
 from embforge.sharded.norms import given_rule
+from embforge.storage.remap import Remap, checked_entries
 from embforge.storage.rule_entry import ENTRY, check_keys, rule_entry, wrong_rule
-from embforge.storage.static import StaticTable
-from embforge.training.trained import _wrong_counter
+from embforge.storage.table import Table
+from embforge.training.surface import TrainingSurface
+from embforge.training.trainer import wrong_counter
 
 SHARD = "embforge_shard"
 """Key of a state dict's metadata: whose shards it holds."""
@@ -38,27 +42,29 @@ class HeldTable(NamedTuple):
     """The whole table's."""
     key: str
     """What its entries in the state dict begin with."""
-    table: StaticTable
+    table: Table
     rows: int
     """How many of its rows are rows of the table."""
+    piece: int = 0
+    shard: int = 0
+    """Which piece of the table's columns, and which shard of their rows it is."""
 
 
-class HeldShards(nn.Module, ABC):
+class HeldShards(TrainingSurface):
     """A module whose tables are neither parameters nor buffers nor modules: nobody may broadcast, average or split
     them."""
 
     geometry: Geometry
-    plan: Any
+    plan: ShardPlan
+    _remaps: dict[str, Remap]
+    """The remaps by table, the same on all ranks: as little parameters or buffers as the tables themselves, because
+    DistributedDataParallel would send them anew in every step."""
     _ranks: Ranks
     _device: torch.device
 
     @abstractmethod
-    def _table(self, name: str) -> StaticTable:
+    def _table(self, name: str) -> Table:
         """A table of this rank's own collection, or a replicated one."""
-
-    @abstractmethod
-    def _parts_trained(self) -> dict[str, Any]:
-        """The collections that hold rows here, by what a state dict puts before their counters."""
 
     @abstractmethod
     def states_of(self, table: str) -> tuple[State, ...]:
@@ -73,9 +79,10 @@ class HeldShards(nn.Module, ABC):
                 yield HeldTable(name, f"tables.{name}", self._table(name), placed.table.num_embeddings)
             for number, piece in enumerate(placed.pieces):
                 if rank in piece.owners:
-                    rows = placed.rows(piece, piece.owners.index(rank))
+                    shard = piece.owners.index(rank)
+                    rows = placed.rows(piece, shard)
                     key, held = part_key(placed, piece, rows), self._table(piece_name(placed, number))
-                    yield HeldTable(name, key, held, rows.count)
+                    yield HeldTable(name, key, held, rows.count, number, shard)
 
     def _keys_of_all_ranks(self) -> set[str]:
         """What the state dicts of all ranks have together."""
@@ -92,10 +99,11 @@ class HeldShards(nn.Module, ABC):
     def _saved(self) -> dict[str, Tensor]:
         """The live rows and states by key."""
         found = {}
-        for name, key, table, rows in self.held_tables():
-            found[f"{key}.weight"] = table.weight[:rows]
-            states = table.states()
-            found |= {f"{key}.optim.{state.name}": states[state.name][:rows] for state in self.states_of(name)}
+        for held in self.held_tables():
+            found[f"{held.key}.weight"] = held.table.weight[: held.rows]
+            states = held.table.states()  # more than the user's where ranks share reductions
+            for state in self.states_of(held.name):
+                found[f"{held.key}.optim.{state.name}"] = states[state.name][: held.rows]
         return found
 
     def _rules(self) -> dict[str, str]:
@@ -108,24 +116,19 @@ class HeldShards(nn.Module, ABC):
         held = ((each.key, self.states_of(each.name)) for each in self.held_tables())
         check_keys(f"{key}.{name}" for key, states in held for name in ("weight", *(f"optim.{s.name}" for s in states)))
 
-    def _saved_counters(self) -> dict[str, Tensor]:
-        return {
-            prefix + key: counter
-            for prefix, part in self._parts_trained().items()
-            for key, counter in part._trainer.counters().items()
-        }
-
-    def _whose(self) -> dict[str, Any]:
+    def _whose(self) -> dict[str, int | str]:
         """What shards depend on, beside the tables' shapes."""
         return {"rank": self._ranks.rank, "ranks": self._ranks.size, "plan": self.plan.digest()}
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]][SHARD] = self._whose()
         destination.update({prefix + key: live.contiguous() for key, live in self._saved().items()})
-        destination.update({prefix + key: counter.clone() for key, counter in self._saved_counters().items()})
+        destination.update({prefix + key: counter.clone() for key, counter in self.trainer.counters().items()})
         destination.update({prefix + key: rule_entry(rule) for key, rule in self._rules().items()})
+        known = {name: remap.entries for name, remap in self._remaps.items() if remap.is_known}
+        destination.update({f"{prefix}tables.{name}.remap.entries": entries for name, entries in known.items()})
 
     @torch.no_grad()
     def _load_from_state_dict(
@@ -148,17 +151,23 @@ class HeldShards(nn.Module, ABC):
                 "loads what it saved itself; for another plan or number of ranks save full(table) and use load_full"
             )
             return
-        live, counters = self._saved(), self._saved_counters()
+        live, counters = self._saved(), self.trainer.counters()
+        remaps = {f"{prefix}tables.{name}.remap.entries": remap for name, remap in self._remaps.items()}
         rules = {prefix + key: rule for key, rule in self._rules().items() if prefix + key in state_dict}
         wrong = [text for key, rule in rules.items() if (text := wrong_rule(key, state_dict[key], rule)) is not None]
-        missing: list[str] = []
+        missing: list[str] = [key for key in remaps if key not in state_dict]
+        for key, remap in remaps.items():
+            try:
+                if key in state_dict:
+                    checked_entries(remap.table, state_dict[key])
+            except (TypeError, ValueError) as error:
+                wrong.append(f"{key}: {error}")
         for key, target in (live | counters).items():
             given = state_dict.get(prefix + key)
             if given is None:
                 missing.append(prefix + key)
-            elif key in counters and (problem := _wrong_counter(given, target)):
-                allowed = "allowed: a tensor of one whole number, at least 0"
-                wrong.append(f"{prefix}{key}: {problem} is not allowed; {allowed}")
+            elif key in counters and (problem := wrong_counter(prefix + key, given, target)) is not None:
+                wrong.append(problem)
             elif not isinstance(given, Tensor) or given.shape != target.shape:
                 what = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
                 wrong.append(f"{prefix}{key}: {what} does not fit this rank's shard of shape {tuple(target.shape)}")
@@ -170,7 +179,7 @@ class HeldShards(nn.Module, ABC):
                 f"{own_key}: the state dict has {others[0]} instead, of another plan or number of ranks; load it with "
                 "the ones it was saved with, or save full(table) there and use load_full here"
             )
-        known = {prefix + key for key in self._keys_of_all_ranks()}
+        known = {prefix + key for key in self._keys_of_all_ranks()} | remaps.keys()
         unexpected = [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
         error_msgs += wrong
         missing_keys += missing
@@ -180,18 +189,22 @@ class HeldShards(nn.Module, ABC):
         for key, target in (live | counters).items():
             if prefix + key in state_dict and not target.is_meta:
                 target.copy_(state_dict[prefix + key])
+        for key, remap in remaps.items():
+            if key in state_dict and not remap.entries.is_meta:
+                remap.set(state_dict[key])
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casts leave the tables alone; a move is refused."""
-        device = fn(torch.empty(0, dtype=torch.float32, device=self._device)).device
+        device = device_after(fn, torch.empty(0, dtype=torch.float32, device=self._device))
         if device != self._device:
             raise RuntimeError(
                 f"a sharded collection stays on the device it was made on ({self._device}), with its process groups; "
                 f"make it with device={str(device)!r}, or move the other modules one by one"
             )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        nn.Module._apply(self, fn, recurse)
+        return self
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__}: a sharded collection cannot be copied or pickled: its process groups cannot; "
             "make another one with the same arguments on every rank and give it state_dict() (this rank's shards), or "

@@ -1,41 +1,84 @@
-"""How a sharded collection is trained: by whom, when, and by all ranks alike."""
+"""How a sharded collection is trained: when, and by all ranks alike."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
 
 from embforge.codegen.rules.rule import State
+from embforge.collection import EmbeddingCollection
 from embforge.sharded.exchange.collectives import Exchange
 from embforge.sharded.norms import RowNorms
-from embforge.sharded.stages.model_forward import Owner
 from embforge.sharded.replicas import Replicas
+from embforge.sharded.stages.all2all import Vectors
+from embforge.sharded.stages.data_distributor import Distributor
+from embforge.sharded.stages.model_forward import Owner
+from embforge.sharded.stages.network import Network
 from embforge.sharded.state import HeldShards, held_names
 from embforge.storage.static import NO_RULE
-from embforge.training.around import Surrounded
 from embforge.training.calls import ROWS_CHANGED
-from embforge.training.facade import FusedOptimizer
-from embforge.training.numbers import update_is_wanted
+from embforge.training.numbers import Numbers
 from embforge.training.rule_groups import RuleGroup, RuleGroups
 from embforge.training.trainer import Trainer
 
 
-class ShardedTraining(Surrounded, HeldShards):
-    """What a user does with the optimizer, and what a backward ends with. Every method is called on all ranks alike."""
+class SharedTrainer(Trainer):
+    """The training of tables that lie in several collections: one set of hyperparameters, which all of them read.
 
-    spec: Any
+    `parts`: the trainers of the collections that hold rows here, by what a state dict puts before their counters; each
+    counts its own updates.
+    """
+
+    numbers: Numbers
+
+    def __init__(
+        self, groups: RuleGroups, accumulate: bool, device: torch.device, parts: Mapping[str, Trainer]
+    ) -> None:
+        super().__init__(groups, accumulate, device)
+        self.parts = dict(parts)
+        for part in self.parts.values():
+            assert part.numbers is not None
+            part.numbers.hyper = self.numbers.hyper
+
+    def use_scaler(self, scaler: GradScaler | None) -> None:
+        super().use_scaler(scaler)
+        for part in self.parts.values():
+            part.scaler = scaler
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        for part in self.parts.values():
+            part.seed(seed)
+
+    def drop_gradients(self) -> None:
+        for part in self.parts.values():
+            part.drop_gradients()
+
+    def counters(self) -> dict[str, Tensor]:
+        return {
+            prefix + key: counter for prefix, part in self.parts.items() for key, counter in part.counters().items()
+        }
+
+
+class ShardedTraining(HeldShards):
+    """What a backward ends with, and what a step is. Every method is called on all ranks alike."""
+
+    trainer: SharedTrainer
+    distributor: Distributor
     owner: Owner | None
+    vectors: Vectors
+    network: Network
     replicas: Replicas | None
     gradient_factor: Tensor | None
-    _ids: Exchange
+    """What gradients of rows are multiplied by; None for nothing."""
     _wires: Exchange
-    _trainer: Trainer
     _row_norms: RowNorms | None
-    _facade: FusedOptimizer | None = None
-    _accumulate: bool
+    _frozen: frozenset[str]
+    """Tables that are not trained, wherever they lie."""
     _waiting = 0
     """Backward passes whose gradients wait: the same on every rank, whatever it holds."""
     _spoilt = False
@@ -44,22 +87,20 @@ class ShardedTraining(Surrounded, HeldShards):
     """Updates done."""
 
     @property
-    def optimizer(self) -> FusedOptimizer | None:
-        """The fused optimizer as a torch.optim.Optimizer: for schedulers, GradScaler and training loops."""
-        if self._facade is None:
-            self._facade = self._trainer.facade(self)
-        return self._facade
+    def sequence_features(self) -> tuple[int, ...]:
+        """Features that are not pooled."""
+        return tuple(f.index for f in self.geometry.layout.sequence_features)
 
     def step(self) -> None:
         """One update from all gradients since the last, if they accumulate; nothing if there are none."""
-        if self._accumulate:
+        if self.trainer.accumulate:
             self._apply_gradients()
 
     def after_backward(self, spoilt: bool) -> None:
         """A backward pass is over: its gradients are used, or wait for `step`, or are `spoilt` and must not be."""
         self._waiting += 1
         self._spoilt |= spoilt
-        if not self._accumulate:
+        if not self.trainer.accumulate:
             self._apply_gradients()
 
     def _apply_gradients(self) -> None:
@@ -71,49 +112,22 @@ class ShardedTraining(Surrounded, HeldShards):
         self._waiting = 0
         if self._row_norms is not None:
             self._row_norms.share()
-        if self.owner is not None and self.owner.module._trainer.accumulate:
+        if self.owner is not None and self.owner.module.trainer.accumulate:
             self.owner.module.step()
         if self.replicas is not None:
             self.replicas.step(self.gradient_factor)
         self.updates += 1
-        numbers = self._trainer.numbers
-        assert numbers is not None
-        increment_version(numbers.counters)  # by which a forward that is repeated knows that rows have changed
+        increment_version(self.trainer.numbers.counters)  # by it a forward that is repeated knows that rows changed
 
     def drop_gradients(self) -> None:
         """Forgets accumulated gradients."""
         self._waiting, self._spoilt = 0, False
-        for module in self._modules_trained():
-            module.drop_gradients()
+        super().drop_gradients()
 
     def check_rows(self, updates: int) -> None:
         """Refuses what needs the rows that a forward read, if they have changed since; on all ranks alike."""
         if updates != self.updates:
             raise RuntimeError(ROWS_CHANGED)
-
-    def use_grad_scaler(self, scaler: Any) -> None:
-        """As `EmbeddingCollection.use_grad_scaler`; what is not finite on one rank is skipped on all."""
-        self._trainer.use_scaler(scaler)
-        self._share_scale()
-
-    def has_grad_scaler(self) -> bool:
-        """Whether `use_grad_scaler` was called."""
-        return self._trainer.has_scaler
-
-    def take_scale(self) -> None:
-        """Reads what the loss of the backward pass that runs now was multiplied by."""
-        if self._trainer.numbers is not None:
-            self._trainer.numbers.take_scale()
-
-    def update_is_wanted(self) -> bool:
-        """Whether the backward pass that runs now reaches the rows. All ranks must ask for the same gradients."""
-        numbers = self._trainer.numbers
-        return numbers is not None and update_is_wanted(numbers.hyper)
-
-    @property
-    def scales(self) -> bool:
-        """Whether losses are scaled, so that gradients must be looked at."""
-        return self._trainer._scales
 
     def verdict(self, gradients: list[Tensor]) -> Tensor:
         """0, or infinite if a number on any rank is not finite."""
@@ -122,25 +136,6 @@ class ShardedTraining(Surrounded, HeldShards):
             found = torch.where(gradient.isfinite().all(), found, torch.ones_like(found))
         self._wires.all_reduce("verdict", found)
         return torch.where(found > 0, torch.full_like(found, torch.inf), torch.zeros_like(found))
-
-    def seed(self, seed: int) -> None:
-        """Makes stochastic rounding reproducible, on this number of ranks."""
-        self._trainer.seed(seed)
-        for module in self._modules_trained():
-            module.seed(seed)
-
-    def freeze(self, *tables: str) -> None:
-        """No more updates of these tables (of all, if none is named), until `unfreeze`."""
-        self._set_trainable(tables, False)
-
-    def unfreeze(self, *tables: str) -> None:
-        """Trains these tables again (all, if none is named)."""
-        self._set_trainable(tables, True)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedTraining:
-        """Freezes or unfreezes all tables, as does `requires_grad_` of a model around the module."""
-        self._set_trainable((), requires_grad)
-        return self
 
     def training_rows(self) -> bool:
         """Whether any table is trained, wherever it lies."""
@@ -152,44 +147,23 @@ class ShardedTraining(Surrounded, HeldShards):
         return () if group is None else group.optimizer.update.rule.states
 
     def _group_of(self, table: str) -> RuleGroup | None:
-        groups = self._trainer.groups
+        groups = self.trainer.groups
         assert groups is not None
         return groups.of_table(groups.tables.index(table))
 
-    def _set_trainable(self, names: tuple[str, ...], wanted: bool) -> None:
-        for name in names:
-            self.spec.table(name)
-            if wanted and self._group_of(name) is None:
-                raise TypeError(f"table {name!r}: {NO_RULE}")
-        every = [table.name for table in self.spec.tables if not wanted or self._group_of(table.name) is not None]
-        for name in names or every:
-            self._frozen = self._frozen - {name} if wanted else self._frozen | {name}
-            placed = self.geometry.placement.by_name[name]
-            for held in held_names(placed, self._ranks.rank):
-                self._table(held).set_trainable(wanted)
+    def _why_untrainable(self, table: str) -> str:
+        return NO_RULE if self._group_of(table) is None else ""
 
-    _frozen: frozenset[str] = frozenset()
-    """Tables that are not trained, whoever holds them."""
+    def _set_table_trainable(self, table: str, wanted: bool) -> None:
+        self._frozen = self._frozen - {table} if wanted else self._frozen | {table}
+        for held in held_names(self.geometry.placement.by_name[table], self._ranks.rank):
+            self._table(held).set_trainable(wanted)
 
-    def _modules_trained(self) -> list[Any]:
-        return list(self._parts_trained().values())
+    def _own_collections(self) -> list[EmbeddingCollection]:
+        """The collections that hold this rank's rows."""
+        return [part.module for part in (self.owner, self.replicas) if part is not None]
 
-    def _parts_trained(self) -> dict[str, Any]:
-        """The collections that hold rows here, by what a state dict puts before their counters."""
-        found = {} if self.owner is None else {"": self.owner.module}
-        return found if self.replicas is None else {**found, "replicated.": self.replicas.module}
-
-    def _all_numbers(self) -> list[Any]:
-        return [module._trainer.numbers for module in self._modules_trained()] or [self._trainer.numbers]
-
-    def _shared_trainer(self, groups: RuleGroups, accumulate: bool) -> Trainer:
-        """One set of hyperparameters for all that this rank trains; each part counts its own updates."""
-        trainer = Trainer(groups, accumulate, self._device)
-        assert trainer.numbers is not None
-        for module in self._modules_trained():
-            module._trainer.numbers.hyper = trainer.numbers.hyper
-        return trainer
-
-    def _share_scale(self) -> None:
-        for module in self._modules_trained():
-            module._trainer._scaler = self._trainer._scaler
+    def _shared_trainer(self, groups: RuleGroups, accumulate: bool) -> SharedTrainer:
+        parts = {"": self.owner, "replicated.": self.replicas}
+        trainers = {prefix: part.module.trainer for prefix, part in parts.items() if part is not None}
+        return SharedTrainer(groups, accumulate, self._device, trainers)

@@ -41,7 +41,7 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         padding_idx: int | None = None,
         sharding_dim: int = 0,
-        process_group: Any = None,
+        process_group: object = None,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
@@ -164,7 +164,7 @@ class VocabParallelEmbedding(nn.Module):
         return made
 
 
-def _parts(process_group: Any, dim: int, size: int) -> Parts:
+def _parts(process_group: object, dim: int, size: int) -> Parts:
     """Equal parts of ceil(size / ranks), the last ones shorter or empty."""
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return Parts(None, 0, dim, (size,))

@@ -8,10 +8,9 @@ made here and nowhere else.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,10 @@ from embforge.codegen.errors import RankError
 from embforge.group_ending import end_at_exit, end_with
 from embforge.sharded.exchange.buffers import Buffers
 from embforge.sharded.exchange.waiting import wait
+from embforge.torch_internals import number_of_groups, timeout_of
+
+Collective = Callable[..., "dist.Work | None"]
+"""One of torch.distributed: of tensors, on a group."""
 
 
 class Ranks:
@@ -30,7 +33,7 @@ class Ranks:
     torch.distributed, this process alone.
     """
 
-    def __init__(self, given: Any, node_size: int | None, timeout: timedelta | None) -> None:
+    def __init__(self, given: object, node_size: int | None, timeout: timedelta | None) -> None:
         group, mesh_node_size = _group_of(given)
         self.alone = group is None and not dist.is_initialized()
         if given is not None and not dist.is_initialized():
@@ -40,7 +43,7 @@ class Ranks:
         self.rank = 0 if self.alone else self.global_ranks.index(dist.get_rank())
         self.given_node_size = node_size or mesh_node_size
         self.node_size = self.given_node_size or _node_size_of_environment(self.global_ranks)
-        self.timeout = timeout or (None if self.alone else _timeout_of(group or dist.group.WORLD))
+        self.timeout = timeout or (None if self.alone else timeout_of(group or dist.group.WORLD))
         self.given = group
 
     @property
@@ -65,7 +68,7 @@ class Ranks:
                 "group made by dist.new_group(backend='gloo') for the CPU or 'nccl' for GPUs"
             )
 
-    def new_group(self) -> Any:
+    def new_group(self) -> dist.ProcessGroup | None:
         """A group of these ranks that nobody else's collectives get into. All of them must call."""
         if self.alone:
             return None
@@ -92,8 +95,8 @@ class Ranks:
         they would wait for each other under different names."""
         if self.are_all:
             return
-        numbers: list[Any] = [None] * self.size
-        dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=self.given)
+        numbers = [0] * self.size
+        dist.all_gather_object(numbers, number_of_groups(), group=self.given)
         other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
         if other is not None:
             raise RankError(
@@ -103,17 +106,7 @@ class Ranks:
             )
 
 
-def _timeout_of(group: Any) -> timedelta | None:
-    """How long collectives of a group wait; None: torch does not say."""
-    for device in group._device_types:
-        options: Any = getattr(group._get_backend(device), "options", None)
-        found: timedelta | None = getattr(options, "_timeout", None)
-        if found is not None:
-            return found
-    return None
-
-
-def _group_of(given: Any) -> tuple[Any, int | None]:
+def _group_of(given: object) -> tuple[dist.ProcessGroup | None, int | None]:
     """The group, and how many of its ranks share a node if a mesh says so."""
     if given is None or isinstance(given, dist.ProcessGroup):
         return given, None
@@ -267,20 +260,20 @@ class Exchange:
         """Adds to a counter."""
         self.counters[name] = self.counters.get(name, 0) + sent
 
-    def _run(self, name: str, collective: Any, to: Tensor, *arguments: Any) -> None:
+    def _run(self, name: str, collective: Collective, to: Tensor, *arguments: object) -> None:
         """A collective of a step: CPU tensors are waited for as `waiting` says, GPUs go on by themselves."""
         if to.is_cpu:
             self.call(name, self._awaited, collective, to, *arguments)
         else:
             self.call(name, collective, to, *arguments)
 
-    def _awaited(self, collective: Any, to: Tensor, *arguments: Any, group: Any) -> None:
+    def _awaited(self, collective: Collective, to: Tensor, *arguments: object, group: dist.ProcessGroup | None) -> None:
         work = collective(to, *arguments, group=group, async_op=True)
         if work is not None:
             moved = max(tensor.nbytes for tensor in (to, *arguments) if isinstance(tensor, Tensor))
             wait(work, moved, self.ranks.here)
 
-    def call(self, name: str, collective: Any, *arguments: Any) -> None:
+    def call(self, name: str, collective: Callable[..., object], *arguments: object) -> None:
         """A collective on this group, whose failure says what it was for."""
         try:
             collective(*arguments, group=self.group)
@@ -294,7 +287,7 @@ class Exchange:
             ) from error
 
 
-def _send_and_receive(moved: Mapping[int, tuple[Tensor, Tensor]], group: Any) -> None:
+def _send_and_receive(moved: Mapping[int, tuple[Tensor, Tensor]], group: dist.ProcessGroup | None) -> None:
     """To and from other ranks, by their numbers in the program; nothing travels where there is nothing."""
     received = [dist.P2POp(dist.irecv, into, rank, group) for rank, (_, into) in moved.items() if into.numel()]
     sent = [dist.P2POp(dist.isend, part, rank, group) for rank, (part, _) in moved.items() if part.numel()]
@@ -325,9 +318,10 @@ def joined(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype = t
     return torch.cat(list(parts)) if found is None else found
 
 
-def _named(name: str, older: str) -> Any:
+def _named(name: str, older: str) -> Collective:
     """A collective by its name, or by the one it had before torch 2.13."""
-    return getattr(dist, name, None) or getattr(dist, older)
+    found: Collective = getattr(dist, name, None) or getattr(dist, older)
+    return found
 
 
 def _bytes(sizes: Sequence[int]) -> list[int]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import cast
 
-import torch
-
-from embforge.codegen.dtypes import OutputDtype
+from embforge.codegen.dtypes import FP32, WIRE, WIRE_FORMATS, OutputDtype, WireFormat
+from embforge.codegen.planner import traffic
 from embforge.codegen.sharding.geometry import Local
+from embforge.number_formats import torch_dtype
 
-Format = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-FORMATS: tuple[str, ...] = get_args(Format)
-PACKED = ("fp8", "int8")
+PACKED = tuple(name for name, dtype in WIRE.items() if dtype.is_packed)
 """A byte a number, and of every row of a feature an fp32 scale: its largest magnitude is the format's largest
 number."""
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SCALE_BYTES = 4
+DTYPES = {name: torch_dtype(dtype.name) for name, dtype in WIRE.items() if not dtype.is_packed}
 
 
 @dataclass(frozen=True)
@@ -24,31 +21,24 @@ class Formats:
     """`forward`: partial pools and rows; None: the result's own format where every bag is pooled by one rank, and fp32
     where partial pools are still to be added. `backward`: their gradients; None: fp32."""
 
-    forward: Format | None = None
-    backward: Format | None = None
+    forward: WireFormat | None = None
+    backward: WireFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             value = getattr(self, name)
-            if value is not None and value not in FORMATS:
-                raise ValueError(f"formats: {name}={value!r} is not known; allowed: {', '.join(FORMATS)}, or None")
+            if value is not None and value not in WIRE_FORMATS:
+                raise ValueError(f"formats: {name}={value!r} is not known; allowed: {', '.join(WIRE_FORMATS)}, or None")
 
 
 def computed_in(wire: str) -> OutputDtype:
     """What kernels read and write of a format on the wire: packed bytes are fp32 before and after."""
-    return "fp32" if wire in PACKED else cast(OutputDtype, wire)
-
-
-def packed_bytes(width: int) -> int:
-    """Of `width` numbers with their scale."""
-    return SCALE_BYTES + -(-width // 4) * 4
+    return cast(OutputDtype, FP32.name if wire in PACKED else wire)
 
 
 def row_bytes(wire: str, widths: list[int]) -> int:
     """Of a row that holds runs of columns of these widths, each of one feature."""
-    if wire in PACKED:
-        return sum(map(packed_bytes, widths))
-    return sum(widths) * DTYPES[wire].itemsize
+    return sum(traffic.row_bytes(wire, width) for width in widths)
 
 
 def direct_widths(local: Local | None) -> list[int]:

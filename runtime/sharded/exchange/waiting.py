@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from threading import current_thread, main_thread
 from time import perf_counter
-from typing import Any
+
+import torch.distributed as dist
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """Where Linux says how much of its CPUs a container gets: microseconds (or "max") in a period of so many."""
@@ -23,7 +24,7 @@ SHORT_BYTES = 2**22
 """What an exchange may send or bring if ranks share CPUs: in a longer one gloo's own threads need them."""
 
 
-def wait(work: Any, num_bytes: int, ranks_here: int) -> None:
+def wait(work: dist.Work, num_bytes: int, ranks_here: int) -> None:
     """Returns when a collective of CPU tensors is done, or raises what it raises.
 
     `ranks_here`: those that share this machine. Threads other than the main one sleep at once: they are there to leave
@@ -42,7 +43,7 @@ def wait(work: Any, num_bytes: int, ranks_here: int) -> None:
 
 
 @cache
-def _give_way() -> Callable[[], Any] | None:
+def _give_way() -> Callable[[], object] | None:
     """The system's `sched_yield`, without Python's lock so that other threads get that too; None: there is none."""
     return getattr(ctypes.CDLL(None), "sched_yield", None) if os.name == "posix" else None
 

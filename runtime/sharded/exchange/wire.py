@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embforge.codegen.stages import PACKINGS, PART_WORDS, StagePlan
 from embforge.launch.stages import stages_of
-from embforge.sharded.exchange.formats import DTYPES, PACKED, computed_in, packed_bytes, row_bytes
+from embforge.sharded.exchange.formats import DTYPES, PACKED, computed_in, row_bytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,6 @@ class Wire:
     def _parts(self, widths: Sequence[int], device: torch.device) -> Tensor:
         assert PART_WORDS == ("column", "width", "byte")
         columns = np.cumsum(widths) - widths
-        sizes = np.array([packed_bytes(width) for width in widths])
+        sizes = np.array([row_bytes(self.format, [width]) for width in widths])
         parts = np.stack([columns, np.array(widths), np.cumsum(sizes) - sizes], axis=1).astype(np.int64)
         return torch.from_numpy(parts).to(device)

@@ -1,8 +1,8 @@
 """Vectors between ranks: results from the owners of rows to the ranks of the samples, gradients back.
 
 A block from rank to rank is sections of rows: the pooled columns that take the direct way (of all samples, or feature
-by feature what was asked for: `asking.py`), then the rows of each sequence feature. All tables' blocks go in one
-all-to-all, large gradients point to point. Hierarchical columns take two more: `by_nodes.py`.
+by feature what was asked for: `pool_dedup.py`), then the rows of each sequence feature. All tables' blocks go in one
+all-to-all, large gradients point to point. Hierarchical columns take two more: `hierarchical.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from embforge.codegen.stages import StagePlan
 from embforge.launch.stages import stages_of
-from embforge.sharded.stages.pool_dedup import Askers, Wanted
 from embforge.sharded.exchange.buffers import on_device
-from embforge.sharded.stages.hierarchical import ByNodes
 from embforge.sharded.exchange.collectives import Exchange, joined
-from embforge.sharded.stages.data_distributor import Distributed
 from embforge.sharded.exchange.formats import PACKED, direct_widths, row_bytes
 from embforge.sharded.exchange.waiting import SHORT_BYTES
 from embforge.sharded.exchange.wire import Wire
+from embforge.sharded.stages.data_distributor import Distributed
+from embforge.sharded.stages.hierarchical import ByNodes
+from embforge.sharded.stages.pool_dedup import Askers, Wanted
 from embforge.sharded.stages.stage_metadata import Wiring
 
 ALIGNMENT = 32

@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embforge.codegen.errors import RankError
+from embforge.codegen.remap import bad_id
+from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, HEADER_WORDS, MISTAKES, PLACE_WORDS, SEGMENT_WORDS, StagePlan
 from embforge.inputs import BOUNDS_CHECKS, Batch, raise_bad_input
-from embforge.launch.stages import Stages, stages_of
-from embforge.sharded.stages.pool_dedup import Asked, Askers, Wanted
+from embforge.launch.stage_calls import Stages
+from embforge.launch.stages import stages_of
 from embforge.sharded.exchange.buffers import on_device
 from embforge.sharded.exchange.collectives import Exchange
+from embforge.sharded.stages.pool_dedup import Asked, Askers, Wanted
 from embforge.sharded.stages.stage_metadata import FIXED, Numbers, Wiring
 
 _MISTAKE, _FEATURE, _SAMPLE, _POSITION, _VALUE, _BATCH, _FLAGS, _CALL = range(FIXED)
@@ -30,6 +33,7 @@ REFUSED = MISTAKES.index("REFUSED") + 1
 BAD_ID = MISTAKES.index("BAD_ID") + 1
 MOST_KNOWN = 64
 """Different sizes of batches that are remembered."""
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +81,13 @@ class Distributor:
     exchange: Exchange
     plan: StagePlan
     """Of the stages, but for the dtype of ids."""
+    spec: CollectionSpec
+    """The module's, whose ids may be others than rows."""
     bounds_check: str
     merge: bool
     """Whether an id that occurs several times in a sequence is sent once."""
     kernels: str | None = None
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, batch: Batch | Exception, flags: int, call: int) -> Distributed:
         """`batch`: or why there is none; then every rank raises, this one that very error.
@@ -246,9 +252,9 @@ class Distributor:
         )
         return self.exchange.all_to_all("ids", words, outgoing.sizes, incoming.sizes), incoming
 
-    def _remembered(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _remembered(self, key: tuple[object, ...], make: Callable[[], K]) -> K:
         """What sizes alone decide: batches of a training loop often have those of an earlier one."""
-        found = self._known.get(key)
+        found: K | None = self._known.get(key)
         if found is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
@@ -341,6 +347,9 @@ class Distributor:
         if words[_MISTAKE] == REFUSED:
             raise RankError(f"{where}its batch was refused; its own output says why. No rank has looked anything up")
         feature = spec.features[words[_FEATURE]]
+        if words[_MISTAKE] == BAD_ID and not self.spec.table(feature.table).ids_are_rows:
+            place = words[_FEATURE], words[_VALUE], words[_SAMPLE], words[_POSITION]
+            raise IndexError(f"{where}{bad_id(self.spec, *place)}")
         if words[_MISTAKE] == BAD_ID:
             base = self.wiring.base(words[_FEATURE])
             raise IndexError(

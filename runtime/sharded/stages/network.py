@@ -30,17 +30,21 @@ from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of, update_metadata_of
 from embforge.launch.stages import stages_of
-from embforge.sharded.stages.pool_dedup import Askers, Wanted
 from embforge.sharded.exchange.buffers import Buffers, on_device
-from embforge.sharded.stages.data_distributor import Distributed
 from embforge.sharded.stages.all2all import ALIGNMENT, Arrived, Room
-from embforge.sharded.stages.stage_metadata import Wiring
+from embforge.sharded.stages.data_distributor import Distributed
+from embforge.sharded.stages.pool_dedup import Askers, Wanted
+from embforge.sharded.stages.stage_metadata import Numbers, Wiring
 
 _BLOCK_AT, _ROW_WIDTH, _OWN = (SOURCE_WORDS.index(word) for word in ("block_at", "row_width", "own"))
 MOST_PLACED = 64
 """Different sizes of batches that are remembered."""
 ABSENT_IDS = "zero"
 """A slot of -1 has no row."""
+
+
+_Places = tuple[int, tuple[int, ...], int | None, tuple[bytes, bytes] | None]
+"""What decides where blocks of partial pools begin."""
 
 
 class Results(NamedTuple):
@@ -64,7 +68,7 @@ class Network:
     arch: str
     kernels: str | None = None
     buffers: Buffers = field(default_factory=Buffers, compare=False, repr=False)
-    _placed: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _placed: dict[_Places, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """A cache: where blocks begin decides what kernels are told of them."""
 
     @property
@@ -131,7 +135,7 @@ class Network:
 
     def _sources(
         self,
-        pieces: tuple[Tensor, Any, Any],
+        pieces: tuple[Tensor, Numbers, Numbers],
         begins: tuple[int, ...],
         own_width: int | None,
         wanted: Wanted | None = None,
@@ -250,9 +254,9 @@ class Network:
                 by_feature.setdefault(piece.feature, []).append(parts[number].view(-1, piece.width))
                 continue
             # A slot of a concat bag is a whole row wide: its pieces stand a row apart.
-            hotness, assert_column = whole.width // whole.dim, whole.column
-            assert assert_column is not None
-            target = pooled[:, assert_column : assert_column + whole.width].unflatten(1, (hotness, whole.dim))
+            hotness, column = whole.width // whole.dim, whole.column
+            assert column is not None
+            target = pooled[:, column : column + whole.width].unflatten(1, (hotness, whole.dim))
             found = picked[:, placed.column : placed.column + placed.width]
             target[:, :, piece.begin : piece.begin + piece.width] = found.unflatten(1, (hotness, piece.width))
         return {

@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
+from embforge.codegen.planner.traffic import worth_asking
 from embforge.codegen.sharding.geometry import Geometry
-from support.sharded.exact_traffic import worth_asking
 from embforge.codegen.stages import PICK_WORDS, SOURCE_WORDS
 from embforge.sharded.exchange.formats import row_bytes
 from embforge.sharded.stages.stage_metadata import Numbers, Wiring

@@ -4,12 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import current_thread
-from typing import Any
+from threading import Thread, current_thread
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from embforge.sharded.stages.data_distributor import Distributed
+
+
+class IdsOnTheirWay(NamedTuple):
+    """An exchange of ids that has begun, or will before any other."""
+
+    thread: Thread
+    """The one that it runs in."""
+    arrival: Future[Arrival]
+
+
+class Arrival(NamedTuple):
+    """A batch whose ids were exchanged."""
+
+    batch: Distributed
+    on_stream: torch.cuda.Event | None
+    """When a GPU is done with it, on a stream of its own."""
+
+
+class Distributes(Protocol):
+    """What batches are given to: a sharded collection."""
+
+    ids_on_their_way: IdsOnTheirWay | None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where its tables are."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether it is called inside of torch's Join."""
+
+    @property
+    def distribute(self) -> Callable[..., Distributed]:
+        """The first half of a call, which exchanges ids."""
 
 
 class PrefetchedBatches:
@@ -24,49 +58,52 @@ class PrefetchedBatches:
     an error in a batch is raised where the batch would have come, on all ranks.
     """
 
-    def __init__(self, module: Any, batches: Iterable[Any], arguments: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, module: Distributes, batches: Iterable[Any], arguments: Callable[[Any], Any] | None = None
+    ) -> None:
         self.module, self.batches, self.arguments = module, batches, arguments
-        self._device: torch.device = module._device
+        self._device = module.join_device
 
     def __iter__(self) -> Iterator[tuple[Any, Distributed]]:
-        if self.module._join_config.enable:
+        if self.module.joins:
             raise ValueError(
                 "PrefetchedBatches inside of Join: ids of a batch would be exchanged before the rank has told that it "
                 "has one; call the module with the batches themselves"
             )
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with ThreadPoolExecutor(1, thread_name_prefix="embforge-ids") as pool:
-            waiting: tuple[Any, Future[Any]] | None = None
+            waiting: tuple[Any, Future[Arrival]] | None = None
             thread = pool.submit(current_thread).result()
             for item in self.batches:
                 coming = (item, pool.submit(self._exchange, item, torch.is_grad_enabled(), stream, self._now()))
-                self.module.ids_on_their_way = thread, coming[1]
+                self.module.ids_on_their_way = IdsOnTheirWay(thread, coming[1])
                 if waiting is not None:
                     yield waiting[0], self._arrived(waiting[1])
                 waiting = coming
             if waiting is not None:
                 yield waiting[0], self._arrived(waiting[1])
 
-    def _now(self) -> Any:
+    def _now(self) -> torch.cuda.Event | None:
         """What the ids' stream must wait for: whoever made the batch on the caller's stream."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
-    def _exchange(self, item: Any, gradients: bool, stream: Any, made: Any) -> tuple[Distributed, Any]:
+    def _exchange(
+        self, item: Any, gradients: bool, stream: torch.cuda.Stream | None, made: torch.cuda.Event | None
+    ) -> Arrival:
         with torch.set_grad_enabled(gradients):
-            if stream is None:
-                return self._distribute(item), None
+            if stream is None or made is None:
+                return Arrival(self._distribute(item), None)
             with torch.cuda.stream(stream):  # also what `arguments` copies to the device is in its order
                 stream.wait_event(made)
-                return self._distribute(item), stream.record_event()
+                return Arrival(self._distribute(item), stream.record_event())
 
     def _distribute(self, item: Any) -> Distributed:
         given = item if self.arguments is None else self.arguments(item)
         if isinstance(given, dict):
-            return self.module.distribute(**given)  # type: ignore[no-any-return]
-        return self.module.distribute(*(given if isinstance(given, tuple) else (given,)))  # type: ignore[no-any-return]
+            return self.module.distribute(**given)
+        return self.module.distribute(*(given if isinstance(given, tuple) else (given,)))
 
-    def _arrived(self, coming: Future[Any]) -> Distributed:
-        done: Distributed
+    def _arrived(self, coming: Future[Arrival]) -> Distributed:
         done, event = coming.result()
         if event is not None:
             current = torch.cuda.current_stream(self._device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.stages import (
-    ACTIONS,
     BUCKETING_WORDS,
-    DIVIDES,
     FEATURE_WORDS,
     HEADER_WORDS,
     PIECE_WORDS,
@@ -24,6 +21,7 @@ from embforge.codegen.stages import (
 )
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 FIXED = len(HEADER_WORDS)
 
 
@@ -71,9 +69,9 @@ class Wiring:
                 "padding": -1 if padding is None or absent is not None else padding,
                 "absent": absent or 0,
                 "base": base.first,
-                "divides": DIVIDES.get(feature.pooling, 0),
+                "divides": int(feature.kind.divisor or 0),
                 "divisor_column": layout.divisor_column.get(index, 0),
-                "hotness": (feature.hotness or 0) if feature.pooling == "concat" else 0,
+                "hotness": feature.slots,
                 "weighted": int(feature.weighted),
             }
             rows.append([facts[word] for word in FEATURE_WORDS])
@@ -233,7 +231,7 @@ class Wiring:
         return {stream: number for number, stream in enumerate(self.geometry.streams_to[self.rank])}
 
     @cached_property
-    def own_streams(self) -> tuple[Numbers, Any, Any]:
+    def own_streams(self) -> tuple[Numbers, Flags, Flags]:
         """Of each feature of this rank's own collection: its stream among those that come here; whether it is
         pooled, and
         weighted, `[features, 1]` each."""
@@ -255,7 +253,6 @@ class Wiring:
         owners: list[int] = []
         sources: list[list[int]] = []
         for piece in self.geometry.pooled_pieces:
-            pooling = self.geometry.spec.features[piece.feature].pooling
             placed = layout.features[piece.feature]
             assert placed.column is not None
             entries = []
@@ -275,7 +272,7 @@ class Wiring:
             facts = {
                 "column": piece.column,
                 "width": piece.width,
-                "action": ACTIONS.get(pooling, ACTIONS["divide"]),
+                "action": placed.feature.kind.action,
                 "divisor_column": layout.divisor_column.get(piece.feature, 0),
                 "first": len(sources),
                 "sources": len(entries),
@@ -291,13 +288,13 @@ class Wiring:
     @cached_property
     def alike(self) -> bool:
         """Whether all ranks get the very same gradients: each holds a shard of the rows of all that is pooled, and no
-        maximum has its winner on one of them."""
+        feature selects winners, which are on one of them."""
         everyone = tuple(range(self.geometry.world_size))
         return not self.added_on_the_way and all(
             piece.owners == everyone
             and not piece.hierarchical
             and len(set(piece.owner_columns)) == 1
-            and self.geometry.spec.features[piece.feature].pooling != "max"
+            and not self.geometry.spec.features[piece.feature].kind.selects
             for piece in self.geometry.pooled_pieces
         )
 

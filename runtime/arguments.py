@@ -12,6 +12,7 @@ from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import STATE_BYTES, CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import COUNTERS, HYPER
+from embforge.codegen.target import target_named
 from embforge.inputs import BOUNDS_CHECKS, Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import check_tables
@@ -35,14 +36,14 @@ def check_arguments(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor
     ):
         if tensor is None:
             continue
-        if tensor.dtype != dtype and plan.target != "reference":
+        if tensor.dtype != dtype and target_named(plan.target).is_generated:
             raise TypeError(f"{name}: dtype {tensor.dtype} does not fit the program; allowed: {dtype}")
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}; allowed: 1-D, contiguous"
             )
     if weights is not None and weights.numel() != values.numel():
-        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight per id")
     if (offsets.numel() - 1) % len(plan.spec.features) or offsets.numel() == 0:
         raise ValueError(f"offsets: length {offsets.numel()} does not fit {len(plan.spec.features)} features")
     if bounds_check not in BOUNDS_CHECKS:

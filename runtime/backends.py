@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 
 from embforge.codegen.machine import host_isa
-from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH, nearest_arch
+from embforge.codegen.target import BACKENDS, TARGETS, target_named
+from embforge.codegen.targets.cuda.arch import nearest_arch
 
 BackendName = Literal["cuda", "cpu", "simt", "reference"]
-DEVICES_OF: dict[str, tuple[str, ...]] = {
-    "cuda": ("cuda",),
-    "cpu": ("cpu",),
-    "simt": ("cpu",),
-    "reference": ("cpu", "cuda"),
-}
+DEVICES_OF: dict[str, tuple[str, ...]] = {backend.name: backend.devices for backend in BACKENDS.values()}
 """Which device types a backend works on."""
+USUAL = {target.devices[0]: target.name for target in TARGETS.values() if not target.emulates}
+"""The backend for each type of device that nobody has to ask for."""
 
 
-def backend_on(device: torch.device, wanted: str | None = None) -> str:
+def is_backend(name: str) -> TypeGuard[BackendName]:
+    """Whether there is such a backend."""
+    return name in DEVICES_OF
+
+
+def backend_on(device: torch.device, wanted: str | None = None) -> BackendName:
     """The backend to use on that device: `wanted`, else the usual one. ValueError if it does not work there."""
     if wanted is None:
-        return "cuda" if device.type == "cuda" else "cpu"
-    if wanted not in DEVICES_OF:
+        wanted = USUAL.get(device.type, USUAL["cpu"])
+        assert is_backend(wanted)
+        return wanted
+    if not is_backend(wanted):
         raise ValueError(f"backend={wanted!r} is not known; allowed: {', '.join(DEVICES_OF)}, or None: by device")
     if device.type not in (*DEVICES_OF[wanted], "meta"):
         raise ValueError(
@@ -34,10 +39,12 @@ def backend_on(device: torch.device, wanted: str | None = None) -> str:
 
 def arch_of(backend: str, device: torch.device) -> str:
     """What the backend generates code for on that device; on meta, where nothing runs, for any."""
-    if backend == "cpu":
-        return host_isa()
-    if backend == "reference":
-        return "torch"
-    if backend == "simt" or device.type == "meta":
-        return DEFAULT_ARCH
-    return nearest_arch(*torch.cuda.get_device_capability(device))
+    target = target_named(backend)
+    if target.needs_gpu and device.type != "meta":
+        return nearest_arch(*torch.cuda.get_device_capability(device))
+    return target.default_arch or host_isa()
+
+
+def device_of(backend: str) -> torch.device:
+    """The device on which a backend usually works."""
+    return torch.device(target_named(backend).devices[0])

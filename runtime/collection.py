@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,30 +11,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from embforge.operators import dense as dense_ops
-from embforge.operators import lookup as ops
 from embforge.arguments import sequence_elements
 from embforge.backends import DEVICES_OF, BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
 from embforge.codegen.layout import CollectionLayout, layout_by_table, layout_of
-from embforge.codegen.params import Params
+from embforge.codegen.params import Params, ResolveParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.reading.numbers import size
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
-from embforge.operators.exported import ExportedLookup
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved, usual_bounds_check
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
-from embforge.launch.metadata import check_tables, metadata_of, places_of
+from embforge.launch.metadata import Metadata, check_tables, metadata_of, places_of
+from embforge.operators import dense as dense_ops
+from embforge.operators import lookup as ops
+from embforge.operators.exported import ExportedLookup
+from embforge.operators.visibility import has_numbers, leaves_process, must_be_seen
 from embforge.plan_choice import Choices, check_batch_size, check_given, choose_params, usable
-from embforge.storage.parameter_table import ParameterTable, Sparse, sparse_tables
+from embforge.resolve import ResolveStep, resolve_step
+from embforge.storage.parameter_table import Sparse, sparse_tables
+from embforge.storage.remap import Remap, RemappedModule, set_remaps
 from embforge.storage.rule_entry import check_keys
-from embforge.storage.static import StaticTable, Tables, readable_bytes
+from embforge.storage.table import Tables, new_table, remaps_of
+from embforge.torch_internals import graph_break, is_exporting
 from embforge.trace.file_format import FILE_VARIABLE
 from embforge.training.around import refuse_average
 from embforge.training.calls import Programs
 from embforge.training.numbers import drawn_seed
-from embforge.training.rule_groups import rule_groups
+from embforge.training.rule_groups import Optimizers, rule_groups
 from embforge.training.trained import Trained
 from embforge.training.trainer import Trainer
 
@@ -53,22 +58,17 @@ ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 # Named once: every dot in the path to a function is a look-up, and small lookups are counted in microseconds.
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_profiler_enabled = torch._C._autograd._profiler_enabled
-_tracing_state = torch._C._get_tracing_state
-_compiler = torch.compiler  # its flag itself: before torch 2.13 a compiler that traces takes is_exporting() for true
 
 
 class _Ready(NamedTuple):
     """A kernel's call with the metadata of the tables as they lay when it was made."""
 
     places: list[int]
-    call: Any
-    metadata: Any
+    call: Callable[[Metadata, Sequence[Tensor], Batch, int, str], tuple[Tensor, Tensor | None]]
+    metadata: Metadata
 
 
-class EmbeddingCollection(Trained):
+class EmbeddingCollection(RemappedModule, Trained):
     """All lookups of a spec in one fused kernel call.
 
     `device`: where tables are; None: torch's default, as `with torch.device("meta")` sets it. `backend`: "cuda", "cpu",
@@ -85,14 +85,20 @@ class EmbeddingCollection(Trained):
     `sparse` is for tables that are parameters: True (the default) gives them sparse gradients, which hold the rows that
     occur; False dense ones, which every optimizer, DistributedDataParallel, `clip_grad_norm_` and torch.compile take,
     and which cost each backward pass as many bytes as the tables have; or it names the tables with sparse ones.
+
+    `remap`: for tables whose ids are not rows (`TableSpec.remap`) the row of each id, by table; -1: the id is absent.
+    Without it a state dict must bring them, or `set_remap`, before the first call.
     """
+
+    _resolve: ResolveStep | None = None
+    """What runs before every lookup; None where ids are rows."""
 
     def __init__(
         self,
         spec: CollectionSpec,
         device: str | torch.device | None = None,
         backend: BackendName | None = None,
-        optimizer: Any = None,
+        optimizer: Optimizers = None,
         bounds_check: BoundsCheck = "error",
         accumulate: bool = False,
         kernels: str | Path | None = None,
@@ -100,6 +106,7 @@ class EmbeddingCollection(Trained):
         backward_params: Params | None = None,
         batch_size: int | None = None,
         sparse: Sparse = None,
+        remap: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(spec, CollectionSpec):
@@ -111,9 +118,8 @@ class EmbeddingCollection(Trained):
         self.spec = spec
         device = chosen_device(device)
         groups = rule_groups(optimizer, spec)
-        self._trainer = Trainer(groups, accumulate, device)
+        self.trainer = Trainer(groups, accumulate, device)
         self._fused = groups is not None
-        self._facade = None
         self.layout: CollectionLayout = layout_of(spec) if groups is None else layout_by_table(spec, groups.updates())
         self._has_sequence = bool(self.layout.sequence_features)
         self._bounds_check: str = usual_bounds_check(spec, bounds_check)
@@ -124,24 +130,30 @@ class EmbeddingCollection(Trained):
             check_given(fields, self.backend, op)
         check_batch_size(batch_size)
         self._batch_size = batch_size
-        self._choices: dict[str, Choices] = {}
+        self.chosen: dict[str, Choices] = {}
+        """The fields of the plans for calls with such ids, and why these, by op."""
         self.tables = Tables()
         sparse_names = sparse_tables(spec, sparse, optimizer)
         for place, table in enumerate(self.layout.tables):
-            # Past add_module's check: a table may be called `forward` or `type`.
             name = table.table.name
-            if groups is None:
-                self.tables._modules[name] = ParameterTable(table, device, sparse=name in sparse_names)
-                continue
-            group = groups.of_table(place)
-            initial = None if group is None else group.optimizer.initial_states
-            self.tables._modules[name] = StaticTable(
-                table, device, fused=True, initial=initial, has_rule=group is not None
+            group = None if groups is None else groups.of_table(place)
+            self.tables.add(
+                name,
+                new_table(
+                    spec.tables[place],
+                    table,
+                    device,
+                    sparse=name in sparse_names,
+                    fused=groups is not None,
+                    initial=None if group is None else group.optimizer.initial_states,
+                    has_rule=group is not None,
+                ),
             )
-        check_keys(key for name, table in self._tables().items() for key in table.keys(f"tables.{name}."))
+        set_remaps(spec, self.remaps(), remap)
+        check_keys(key for name, table in self.named_tables().items() for key in table.keys(f"tables.{name}."))
         self._ready: dict[torch.dtype, _Ready] = {}
         self._kept = None
-        self._programs = self._program_texts(device)
+        self.programs = self._program_texts(device)
         self._own_rows()
         self.reset_parameters()
         if self._fused and device.type != "meta":  # drawn behind the rows, so that these do not depend on the optimizer
@@ -189,9 +201,9 @@ class EmbeddingCollection(Trained):
 
     def reset_parameters(self) -> None:
         """Draws all rows anew, uniformly from +-1/sqrt(rows); optimizer states and the step begin anew too."""
-        for table in self._tables().values():
+        for table in self.named_tables().values():
             table.reset()
-        self._trainer.restart()
+        self.trainer.restart()
 
     def forward(
         self,
@@ -214,7 +226,9 @@ class EmbeddingCollection(Trained):
         tables = self._weights()
         device = CPU if tables[0].is_cpu else tables[0].device
         batch = normalise(self.spec, device, values, offsets, weights, lengths)
-        return self._lookup(tables, batch, ())[0]
+        if self._resolve is not None:
+            batch = self._resolve(batch)
+        return self.lookup(tables, batch, ())[0]
 
     def forward_dict(
         self,
@@ -227,8 +241,10 @@ class EmbeddingCollection(Trained):
         """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
         tables = self._weights()
         batch = normalise(self.spec, tables[0].device, values, offsets, weights, lengths)
+        if self._resolve is not None:
+            batch = self._resolve(batch)
         rows = self._sequence_rows(batch)
-        pooled, sequence = self._lookup(tables, batch, rows)
+        pooled, sequence = self.lookup(tables, batch, rows)
         parts = iter(() if sequence is None else sequence.split(self._sequence_sizes(rows)))
         result = {}
         for placed in self.layout.features:
@@ -244,11 +260,15 @@ class EmbeddingCollection(Trained):
         A parameter, unless the module has a fused optimizer.
         """
         self.spec.table(table)
-        return self._tables()[table].weight
+        return self.named_tables()[table].weight
+
+    def remaps(self) -> dict[str, Remap]:
+        """The remaps of those tables whose ids are not rows, by table."""
+        return remaps_of(self.named_tables())
 
     def check(self) -> None:
         """Waits for the device and raises the error of an earlier call, if there is one (CUDA only has such)."""
-        for programs in self._programs.values():
+        for programs in self.programs.values():
             for program in dict.fromkeys(programs):
                 kernel = loaded_kernel(program)
                 if kernel is not None:
@@ -263,35 +283,35 @@ class EmbeddingCollection(Trained):
         return self._plans(id_dtype, self.device)
 
     def choices(self, id_dtype: str = "int64") -> dict[str, Choice]:
-        """Of each of these plans: its fields, and why these."""
-        chosen = self._choices[id_dtype]
-        plans = self.plans(id_dtype)
-        return {
-            name: chosen["forward" if plan.op.startswith("forward") else "backward"] for name, plan in plans.items()
-        }
+        """The fields of each of these plans, and why these."""
+        chosen: dict[str, Choice] = dict(self.chosen[id_dtype])
+        fixed = Choice(ResolveParams(), "it has nothing to tune")
+        of_op = {"forward": chosen["forward"], "forward_train": chosen["forward"], "resolve": fixed}
+        return {name: of_op.get(plan.op, chosen["backward"]) for name, plan in self.plans(id_dtype).items()}
 
     def extra_repr(self) -> str:
         spec = self.spec
-        held = readable_bytes(sum(table.table_bytes for table in self.layout.tables))
+        held = size(sum(table.table_bytes for table in self.layout.tables))
         sizes = (
             f"{len(spec.tables)} tables, {len(spec.features)} features, {self.num_parameters():,} parameters, {held}"
         )
-        trained = f", optimizer={self._trainer}" if self._fused else ""
-        trained += ", accumulate=True" if self._trainer.accumulate else ""
-        dense = [name for name, table in self._tables().items() if not self._fused and not table.sparse]
+        trained = f", optimizer={self.trainer}" if self._fused else ""
+        trained += ", accumulate=True" if self.trainer.accumulate else ""
+        dense = [name for name, table in self.named_tables().items() if not self._fused and not table.sparse]
         trained += f", dense gradients: {', '.join(dense)}" if dense else ""
-        frozen = [name for name, table in self._tables().items() if not table.is_trained()]
+        frozen = [name for name, table in self.named_tables().items() if not table.is_trained()]
         trained += f", frozen: {', '.join(frozen)}" if frozen else ""
         return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}{trained}"
 
-    def _lookup(self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def lookup(self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """The part of every call after its input was checked: pooled, and the flat rows of `none` features."""
         values = batch[0]
         if _is_grad_enabled() and self._want_gradients(tables, batch[2]):
             return self._lookup_to_train(tables, batch, sequence_rows)
-        if self._must_be_seen(values):
+        if must_be_seen(values):
             return self._call_operator(tables, batch, sequence_rows)
         if self._fused:
-            self._trainer.note_forward()
+            self.trainer.note_forward()
         # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
         batch = resolved(batch)
         ready = self._ready.get(values.dtype)
@@ -300,39 +320,27 @@ class EmbeddingCollection(Trained):
                 return self._call_operator(tables, batch, sequence_rows)
             ready = self._make_ready(tables, batch)
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        return ready[1](ready[2], tables, batch, elements, self._bounds_check)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def _must_be_seen(values: Tensor) -> bool:
-        """Whether somebody must see the operator: a tracer, a mode, a transform, the profiler, a subclass."""
-        return (
-            _is_compiling()
-            or _dispatch_modes() > 0
-            or _functorch_level() is not None
-            or _profiler_enabled()
-            or _tracing_state() is not None
-            or type(values) is not Tensor
-        )
+        return ready[1](ready[2], tables, batch, elements, self._bounds_check)
 
     def _lookup_to_train(
-        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
+        self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """A lookup that autograd records."""
-        trainer, programs = self._trainer, self._program(batch)
+        trainer, programs = self.trainer, self._program(batch)
         if self._is_fsdp_managed_module and self._fused:
             self.refuse_fsdp()
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        parameters, holders = () if self._fused else tables, list(self._tables().values())
-        if not self._must_be_seen(batch.values) and not batch.values.is_meta:
+        parameters, holders = () if self._fused else tables, list(self.named_tables().values())
+        if not must_be_seen(batch.values) and not batch.values.is_meta:
             return trainer.lookup(programs, self._storage(tables), holders, batch, elements, parameters)
-        if _compiler._is_exporting_flag:  # an exported graph serves: it has no use for an optimizer's states
+        if is_exporting():  # an exported graph serves: it has no use for an optimizer's states
             return self._call_operator(tables, batch, sequence_rows)
         storage, numbers = self._new_storage(tables), trainer.numbers
         if numbers is None and not any(h.sparse and t for h, t in zip(holders, storage.trainable, strict=True)):
             return self._call_dense_operator(tables, batch, sequence_rows)
         if numbers is None or trainer.accumulate:
             # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
-            if _is_compiling() or _has_numbers(batch.values):
+            if _is_compiling() or has_numbers(batch.values):
                 untraced = _untraced(trainer.lookup, SPARSE if numbers is None else ACCUMULATED)
                 found: tuple[Tensor, Tensor | None] = untraced(programs, storage, holders, batch, elements, parameters)
                 return found
@@ -356,27 +364,27 @@ class EmbeddingCollection(Trained):
         )
         return results[0], results[1]
 
-    def _make_ready(self, tables: list[Any], batch: Batch) -> _Ready:
+    def _make_ready(self, tables: list[Tensor], batch: Batch) -> _Ready:
         check_tables(self.layout, tables)
-        kernel: Kernel = kernel_of(self._program(batch).forward)
+        programs = self._program(batch)
+        kernel: Kernel = kernel_of(programs.forward, programs if self._fused else ())
         metadata = metadata_of(tables, self._bounds_check)
         ready = _Ready(places_of(tables), kernel.__call__, metadata)
         self._ready[batch.values.dtype] = ready
         return ready
 
     def _call_operator(
-        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
+        self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         rows = list(sequence_rows) or None
-        leaves = _compiler._is_exporting_flag or _tracing_state() is not None
-        program = self._exported[batch.values.dtype] if leaves else self._program(batch).forward
+        program = self._exported[batch.values.dtype] if leaves_process() else self._program(batch).forward
         result: tuple[Tensor, Tensor] = ops.lookup(
             batch.values, batch.offsets, batch.weights, tables, rows, program, self._bounds_check
         )
         return result
 
     def _call_dense_operator(
-        self, tables: list[Any], batch: Batch, sequence_rows: Sequence[int]
+        self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         programs, rows = self._program(batch), list(sequence_rows) or None
         texts = (programs.train, programs.reduce, programs.weight_gradient)
@@ -387,31 +395,34 @@ class EmbeddingCollection(Trained):
 
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """Made ahead of calls, because torch.compile could not trace how."""
-        self._choices = {name: self._chosen(name, device) for name in ID_DTYPES.values()}
+        self.chosen = {name: self._chosen(name, device) for name in ID_DTYPES.values()}
         self._exported = {dtype: self._exported_text(name) for dtype, name in ID_DTYPES.items()}
-        return {
-            dtype: self._trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
+        programs = {
+            dtype: self.trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
         }
+        texts = {dtype: found.resolve for dtype, found in programs.items()}
+        self._resolve = resolve_step(self.spec, self.backend, texts, self.remaps(), programs)
+        return programs
 
     def _exported_text(self, id_dtype: str) -> str:
         return ExportedLookup(self.backend, id_dtype, self.spec, self._given["forward"], self._batch_size).text
 
     def _chosen(self, id_dtype: str, device: torch.device) -> Choices:
-        groups, batch = self._trainer.groups, self._batch_size
+        groups, batch = self.trainer.groups, self._batch_size
         updates = () if groups is None else groups.different_updates()
         chosen = choose_params(self.spec, self.backend, device, self._given, updates, batch, id_dtype)
         return usable(chosen, partial(self._plans_with, id_dtype, device), self.kernels)
 
     def _plans(self, id_dtype: str, device: torch.device) -> dict[str, Plan]:
-        chosen = self._choices[id_dtype]
+        chosen = self.chosen[id_dtype]
         return self._plans_with(id_dtype, device, chosen["forward"].params, chosen["backward"].params)
 
     def _plans_with(self, id_dtype: str, device: torch.device, params: Params, behind: Params) -> dict[str, Plan]:
         arch = arch_of(self.backend, device)
-        return self._trainer.plans(self.spec, self.backend, arch, id_dtype, params, behind)
+        return self.trainer.plans(self.spec, self.backend, arch, id_dtype, params, behind)
 
     def _program(self, batch: Batch) -> Programs:
-        return self._programs[batch.values.dtype]
+        return self.programs[batch.values.dtype]
 
     def _sequence_rows(self, batch: Batch) -> tuple[int, ...]:
         """Ids of each `none` feature. Asks the device only if the caller did not say and there are several features."""
@@ -442,8 +453,8 @@ class EmbeddingCollection(Trained):
         device: torch.device = self._weights()[0].device
         return device
 
-    def _apply(self, fn: Any, recurse: bool = True) -> EmbeddingCollection:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingCollection:
+        nn.Module._apply(self, fn, recurse)
         self._moved(self.device)
         return self
 
@@ -452,43 +463,39 @@ class EmbeddingCollection(Trained):
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = backend_on(device)
             self._given = dict.fromkeys(self._given)
-        self._trainer.move(device)
+        self.trainer.move(device)
         if self._facade is not None:
             self._facade.moved()
-        self._programs = self._program_texts(device)
+        self.programs = self._program_texts(device)
         self._own_rows()
 
     def _own_rows(self) -> None:
         """Lets operators that read rows tell this module's training of it."""
-        if self._trainer.numbers is not None:
-            self._trainer.numbers.own(self._weights()[0])
+        if self.trainer.numbers is not None:
+            self.trainer.numbers.own(self._weights()[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._fused and any(table.trainable for table in self._tables().values()):
+        if self._fused and any(table.trainable for table in self.named_tables().values()):
             refuse_average()
-        kept = {name: value for name, value in self.__dict__.items() if name != "_lookup"}  # a recording's: see there
+        kept = {name: value for name, value in self.__dict__.items() if name != "lookup"}  # a recording's: see there
         anew: dict[str, Any] = {
             "_ready": {},
             "_kept": None,
-            "_programs": {},
+            "programs": {},
             "_exported": {},
             "_facade": None,
+            "_resolve": None,
         }  # maybe elsewhere
         return {**kept, **anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._programs = self._program_texts(self.device)
+        nn.Module.__setstate__(self, state)
+        self.programs = self._program_texts(self.device)
         self._own_rows()
-
-
-def _has_numbers(values: Tensor) -> bool:
-    """Whether a kernel could read it: not a tracer's or a transform's stand-in."""
-    return type(values) is Tensor and not values.is_meta and _functorch_level() is None and _tracing_state() is None
 
 
 def _untraced(function: Any, reason: str) -> Any:
     """The function left out of graphs; where that is not allowed (fullgraph=True) torch's error says the reason."""
     if _is_compiling():
-        torch._dynamo.graph_break(msg=reason)
+        graph_break(reason)
     return torch.compiler.disable(function)

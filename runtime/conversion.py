@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.errors import SpecError
+from embforge.codegen.poolings import EACH_ROW
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.storage.static import torch_dtype
+from embforge.number_formats import torch_dtype
+from embforge.torch_internals import has_forward_hooks
 
 DTYPE_NAMES = {torch_dtype(name): name for name in TABLE_DTYPES}
 """The names of torch's dtypes in a spec."""
@@ -51,7 +53,7 @@ def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_
             rows, dim = weight.shape
             tables[id(weight)] = TableSpec(name, rows, dim, DTYPE_NAMES[weight.dtype])  # type: ignore[arg-type]
             weights[name] = weight
-        pooling: Any = module.mode if isinstance(module, nn.EmbeddingBag) else "none"
+        pooling: Any = module.mode if isinstance(module, nn.EmbeddingBag) else EACH_ROW
         padding: Any = module.padding_idx
         table = tables[id(weight)].name
         features.append(FeatureSpec(name, table, pooling, weighted=name in weighted, padding_idx=padding))
@@ -85,7 +87,7 @@ def _checked(name: str, module: nn.Module) -> Tensor:
         value = getattr(module, option)
         if value:
             raise SpecError(f"from_modules: {name!r} has {option}={value!r}, which cannot be kept: {reason}")
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_forward_hooks(module):
         raise SpecError(f"from_modules: {name!r} has forward hooks, which would not run; remove them")
     weight: Tensor = module.weight  # type: ignore[assignment]
     if weight.dtype not in DTYPE_NAMES:

@@ -10,6 +10,8 @@ from embforge.codegen.buckets import Bucket
 from embforge.codegen.build import jit_allowed, locate
 from embforge.codegen.manifest import gen_command
 from embforge.codegen.plan import Plan
+from embforge.codegen.reading.numbers import size
+from embforge.codegen.target import target_named
 from embforge.codegen.tuned.choose import Choice
 from embforge.collection import EmbeddingCollection
 
@@ -26,8 +28,9 @@ def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
         )
     plans, choices = module.plans(id_dtype), module.choices(id_dtype)
     plan = plans["forward"]
-    behind = [plans[name] for name in plans if name not in ("forward", "train")]
-    kernels = [] if plan.target == "reference" else [(role, name) for role in ROLES for name in _named(role, plans)]
+    behind = [plans[name] for name in plans if name not in ("resolve", "forward", "train")]
+    generated = target_named(plan.target).is_generated
+    kernels = [] if not generated else [(role, name) for role in ROLES for name in _named(role, plans)]
     sections = [
         [f"{module.extra_repr()} on {module.device}, bounds_check={module.bounds_check}"],
         _kernel(plan, module.kernels, choices["forward"]),
@@ -41,6 +44,7 @@ def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
 
 
 ROLES = {
+    "resolve": "kernel of the rows of ids",
     "train": "kernel of a forward whose backward comes",
     "backward": "kernel of the update in a backward",
     "reduce": "kernel of the gradients of rows",
@@ -61,7 +65,7 @@ def _title(role: str, name: str) -> str:
 
 
 def _kernel(plan: Plan, kernels: str | None, choice: Choice, role: str = "kernel") -> list[str]:
-    if plan.target == "reference":
+    if not target_named(plan.target).is_generated:
         return ["kernel: none; plain torch operations"]
     if role == ROLES["train"] and plan.op == "forward":
         return [f"{role}: the same as without"]
@@ -72,7 +76,7 @@ def _kernel(plan: Plan, kernels: str | None, choice: Choice, role: str = "kernel
     elif jit_allowed():
         place = "not built yet: compiled at the first call"
     else:
-        place = f"missing, and EMBFORGE_JIT forbids compiling it; make it by `{gen_command(plan, directory)}`"
+        place = f"missing, and EMBFORGE_JIT forbids compiling it; make it by `{gen_command([plan], directory)}`"
     return [f"{role}: {plan.uri}", place, f"parameters: {_changed(plan)}; {choice.why}"]
 
 
@@ -100,5 +104,7 @@ def _memory(plan: Plan, module: EmbeddingCollection) -> list[str]:
     used = sum(t.row_bytes * t.table.num_embeddings for t in plan.layout.tables)
     held = sum(t.stride_bytes * t.table.num_embeddings for t in plan.layout.tables)
     states = sum(t.state_stride_bytes * t.table.num_embeddings for t in module.layout.tables)
-    beside = f"; states of the optimizer beside them: {states / 1e6:.1f} MB" if states else ""
-    return [f"tables: {held / 1e6:.1f} MB, of which padding {(held - used) / 1e6:.1f} MB{beside}"]
+    beside = f"; states of the optimizer beside them: {size(states)}" if states else ""
+    remaps = sum(remap.entries.nbytes for remap in module.remaps().values())
+    beside += f"; rows of ids: {size(remaps)}" if remaps else ""
+    return [f"tables: {size(held)}, of which padding {size(held - used)}{beside}"]

@@ -10,17 +10,17 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 
-def end_with(owner: Any, group: Any) -> weakref.finalize[Any, Any]:
+def end_with(owner: object, group: dist.ProcessGroup) -> Callable[[], object]:
     """Gives a group back when its owner is freed, when the result is called, or at exit, whichever comes first."""
     return weakref.finalize(owner, _give_back, group, os.getpid())
 
 
-def end_at_exit(group: Any) -> Any:
+def end_at_exit(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Gives a group back when the program ends, and not before; returns the group.
 
     For groups of a part of the ranks: torch would give the name of one that is gone, and with it what it left in the
@@ -30,7 +30,7 @@ def end_at_exit(group: Any) -> Any:
     return group
 
 
-def _give_back(group: Any, process: int) -> None:
+def _give_back(group: dist.ProcessGroup, process: int) -> None:
     """Ends a group that this process made, unless the program has ended it already."""
     if os.getpid() != process or not dist.is_initialized():  # a forked child has no threads of the group
         return

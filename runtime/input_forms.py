@@ -228,7 +228,9 @@ def _unpacked(name: str, given: Any) -> tuple[Any, Any, Any, Any]:
     if isinstance(given, Tensor):
         if not given.is_nested:
             return given, None, None, None
-        nested: Any = given.contiguous() if given.lengths() is not None else given  # type: ignore[attr-defined]
+        nested: Any = given
+        if nested.lengths() is not None:
+            nested = given.contiguous()
         return nested.values(), None, nested.offsets(), None
     if isinstance(getattr(given, "values", None), Tensor):  # a Jagged of this one feature
         if given.num_features not in (None, 1):

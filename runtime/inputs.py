@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from embforge.codegen.remap import bad_id
 from embforge.codegen.spec import CollectionSpec
 from embforge.input_forms import (
     Parts,
@@ -36,7 +37,8 @@ CPU = torch.device("cpu")
 
 
 def usual_bounds_check(spec: CollectionSpec, bounds_check: BoundsCheck) -> BoundsCheck:
-    """How ids are looked at: who trusts them lets them be looked at, which padding ids that are no rows need."""
+    """The check that is in effect: the requested one, but "zero" instead of "unchecked" where ids may be absent,
+    because only a check recognises them."""
     return "zero" if bounds_check == "unchecked" and spec.has_absent_ids else bounds_check
 
 
@@ -117,7 +119,7 @@ def _normalise_any(spec: CollectionSpec, device: torch.device, parts: Parts) -> 
     values = _checked("values", parts.values, (_INT32, _INT64), device)
     weights = None if parts.weights is None else _checked("weights", _uncast(parts.weights), (_FLOAT32,), device)
     if weights is not None and weights.numel() != values.numel():
-        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight per id")
     features = len(spec.features)
     if parts.lengths is not None:
         lengths = _checked("lengths", flat_lengths(parts.lengths, features), (_INT32, _INT64), device)
@@ -280,7 +282,7 @@ def raise_bad_input(
     """
     _check_offsets_length(offsets, len(spec.features))
     if weights is not None and weights.numel() != values.numel():
-        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight an id")
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight per id")
     if int(offsets[0]) != 0:
         raise ValueError(f"offsets: offsets[0] is {int(offsets[0])}; offsets must start at 0")
     at = _first(offsets[1:] < offsets[:-1])
@@ -294,13 +296,13 @@ def raise_bad_input(
             f"offsets: values has {values.numel()} ids, offsets end at {int(offsets[-1])}; both must agree"
         )
     for index, feature in enumerate(spec.features):
-        if feature.pooling == "concat" and feature.hotness is not None:
+        if feature.slots:
             lengths = offsets[index * batch : (index + 1) * batch + 1].diff()
-            at = _first(lengths > feature.hotness)
+            at = _first(lengths > feature.slots)
             if at is not None:
                 raise ValueError(
                     f"feature {feature.name!r}: the bag of sample {at} has {int(lengths[at])} ids, "
-                    f"hotness={feature.hotness} allows {feature.hotness}; raise hotness or cut the bag"
+                    f"hotness={feature.slots} allows {feature.slots}; raise hotness or cut the bag"
                 )
     if bounds_check == "error":
         for index in range(len(spec.features)):
@@ -309,19 +311,17 @@ def raise_bad_input(
 
 def _check_ids(spec: CollectionSpec, index: int, values: Tensor, borders: Tensor) -> None:
     feature = spec.features[index]
-    table = spec.table(feature.table)
+    absent, rows = spec.absent_id(feature), spec.table(feature.table).num_embeddings
     begin = int(borders[0])
     ids = values[begin : int(borders[-1])]
-    wrong = (ids < 0) | (ids >= table.num_embeddings)
-    at = _first(wrong if feature.padding_idx is None else wrong & (ids != feature.padding_idx))
+    wrong = (ids < 0) | (ids >= rows)
+    at = _first(wrong if absent is None else wrong & (ids != absent))
     if at is None:
         return
     place = torch.tensor([begin + at], dtype=borders.dtype, device=borders.device)
     sample = int(torch.searchsorted(borders, place, right=True)) - 1
-    raise IndexError(
-        f"feature {feature.name!r}: id {int(ids[at])} of sample {sample}, position {begin + at - int(borders[sample])} "
-        f"is not a row of table {table.name!r}; allowed: 0 to {table.num_embeddings - 1} ({table.num_embeddings} rows)"
-    )
+    id_dtype = "int32" if values.dtype is _INT32 else "int64"
+    raise bad_id(spec, index, int(ids[at]), sample, begin + at - int(borders[sample]), id_dtype)
 
 
 def _first(flags: Tensor) -> int | None:

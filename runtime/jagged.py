@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from embforge.input_forms import Parts, from_lists, from_mapping, from_padded
+from embforge.torch_internals import collating
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +129,14 @@ class Jagged:
 
     def __len__(self) -> int:
         """The number of samples."""
-        return self._bags() // self._known_features()
+        return self._bags() // _features_of(self)
 
     def __iter__(self) -> Iterator[Jagged]:
         return (self[sample] for sample in range(len(self)))
 
     def __getitem__(self, samples: int | slice) -> Jagged:
         """The batch of one sample or of a slice of them, in their order. On a GPU this waits for the device."""
-        size, features = len(self), self._known_features()
+        size, features = len(self), _features_of(self)
         if isinstance(samples, slice):
             chosen = range(size)[samples]
             if chosen.step < 0:
@@ -146,7 +147,7 @@ class Jagged:
             chosen = range(samples % size, samples % size + 1)
         else:
             raise TypeError(f"Jagged: index {samples!r}; allowed: the number of a sample, or a slice of samples")
-        lengths = self._lengths().reshape(features, size)
+        lengths = _lengths_of(self).reshape(features, size)
         kept = torch.zeros_like(lengths, dtype=torch.bool)
         kept[:, chosen.start : chosen.stop : chosen.step] = True
         places = torch.repeat_interleave(kept.reshape(-1), lengths.reshape(-1), output_size=self.values.numel())
@@ -163,12 +164,12 @@ class Jagged:
         """The samples of several batches, one after the other."""
         if not batches:
             raise ValueError("Jagged: no batch to concatenate; give at least one")
-        features = batches[0]._known_features()
-        if any(batch._known_features() != features for batch in batches):
+        features = _features_of(batches[0])
+        if any(_features_of(batch) != features for batch in batches):
             numbers = ", ".join(str(batch.num_features) for batch in batches)
             raise ValueError(f"Jagged: the batches have {numbers} features; all must have the same")
-        lengths = [batch._lengths().reshape(features, -1) for batch in batches]
-        sizes = [batch._sizes() for batch in batches]
+        lengths = [_lengths_of(batch).reshape(features, -1) for batch in batches]
+        sizes = [_sizes_of(batch) for batch in batches]
         weighted = any(batch.weights is not None for batch in batches)
         weights = [_weights_of(batch) for batch in batches] if weighted else None
         return Jagged(
@@ -184,26 +185,6 @@ class Jagged:
         assert self.offsets is not None
         return self.offsets.numel() - 1
 
-    def _lengths(self) -> Tensor:
-        if self.lengths is not None:
-            return self.lengths
-        assert self.offsets is not None
-        return self.offsets.diff()
-
-    def _sizes(self) -> tuple[int, ...]:
-        """Ids per feature."""
-        if self.rows_per_feature is not None:
-            return self.rows_per_feature
-        return tuple(self._lengths().reshape(self._known_features(), -1).sum(1).tolist())
-
-    def _known_features(self) -> int:
-        if self.num_features is None:
-            raise ValueError(
-                "Jagged: where a sample's bags are depends on the number of features; give num_features=, or lengths "
-                "[features, batch]"
-            )
-        return self.num_features
-
 
 def collate(samples: list[Any]) -> Any:
     """torch's `default_collate` for samples with ids: `DataLoader(..., collate_fn=ef.collate)`.
@@ -211,19 +192,17 @@ def collate(samples: list[Any]) -> Any:
     It also joins `Jagged` batches, and keeps lists of whole numbers as one list per sample, where torch's own would
     take the first ids of all samples for one list.
     """
-    from torch.utils.data._utils.collate import collate as joined
-    from torch.utils.data._utils.collate import default_collate_fn_map
-
-    return joined(samples, collate_fn_map={**default_collate_fn_map, Jagged: _join, list: _bags})
+    torch_own = collating()
+    by_type = {**torch_own.default_collate_fn_map, Jagged: _join, list: _bags}
+    return torch_own.collate(samples, collate_fn_map=by_type)
 
 
 def _bags(lists: Sequence[list[Any]], *, collate_fn_map: Any = None) -> Any:
     """Lists of ids as they are; other lists as torch joins them."""
-    from torch.utils.data._utils.collate import collate as joined
-
     if all(isinstance(number, int) for bag in lists for number in bag):
         return list(lists)
-    return joined(lists, collate_fn_map={kind: join for kind, join in collate_fn_map.items() if kind is not list})
+    others = {kind: join for kind, join in collate_fn_map.items() if kind is not list}
+    return collating().collate(lists, collate_fn_map=others)
 
 
 def _join(batches: Sequence[Jagged], *, collate_fn_map: Any = None) -> Jagged:
@@ -238,6 +217,29 @@ def _made(parts: Parts, features: int) -> Jagged:
         weights=parts.weights,
         rows_per_feature=parts.rows_per_feature,
     )
+
+
+def _features_of(batch: Jagged) -> int:
+    if batch.num_features is None:
+        raise ValueError(
+            "Jagged: where a sample's bags are depends on the number of features; give num_features=, or lengths "
+            "[features, batch]"
+        )
+    return batch.num_features
+
+
+def _lengths_of(batch: Jagged) -> Tensor:
+    if batch.lengths is not None:
+        return batch.lengths
+    assert batch.offsets is not None
+    return batch.offsets.diff()
+
+
+def _sizes_of(batch: Jagged) -> tuple[int, ...]:
+    """Ids per feature."""
+    if batch.rows_per_feature is not None:
+        return batch.rows_per_feature
+    return tuple(_lengths_of(batch).reshape(_features_of(batch), -1).sum(1).tolist())
 
 
 def _weights_of(batch: Jagged) -> Tensor:

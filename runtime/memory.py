@@ -13,24 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from embforge.torch_internals import storage_holders
+
 MADV_HUGEPAGE = 14
 HUGE_PAGE_BYTES = 2 << 20
 WORTH_ASKING_BYTES = 2 * HUGE_PAGE_BYTES
 SMALL = WORTH_ASKING_BYTES // 4
 """Elements of a result that is surely too small to think about."""
 KEPT_BYTES = 4 << 20
-"""From here on blocks are kept: the C library gives freed ones back to the system (always from 32 MB on, below that
-whenever
-its heap ends with them), and fresh pages cost as much as the bytes that fill them."""
+"""From here on blocks are kept: the C library gives freed ones back to the system (always from 32 MiB on, below that
+whenever its heap ends with them), and fresh pages cost as much as the bytes that fill them."""
 MOST_KEPT_BYTES = 256 << 20
 """A block past this is not worth holding on to."""
 
 
 def ask_for_huge_pages(block: Tensor) -> None:
-    """Asks for pages of 2 MB under a contiguous block of host memory that nobody has written to yet.
+    """Asks for pages of 2 MiB under a contiguous block of host memory that nobody has written to yet.
 
     Random rows of a big table miss the TLB at nearly every row, and a big result costs a page fault every
-    4 KB; both end with huge pages. It is advice: a system that does not know it changes nothing.
+    4 KiB; both end with huge pages. It is advice: a system that does not know it changes nothing.
     """
     size = block.numel() * block.element_size()
     if sys.platform != "linux" or size < WORTH_ASKING_BYTES:
@@ -94,7 +95,7 @@ class _Block(NamedTuple):
 def _holders(block: Tensor) -> tuple[int, int]:
     """How many hold the block's memory, in C++ and in Python."""
     storage = block.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    return storage_holders(storage), sys.getrefcount(storage)
 
 
 @cache

@@ -14,10 +14,10 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from embforge.codegen.errors import RuleError
+from embforge.codegen.reading.suggestions import did_you_mean, listed
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.language import program_of
 from embforge.codegen.rules.rule import Extent, Rounding, Rule, State, Update
-from embforge.codegen.reading.suggestions import did_you_mean, listed
 
 if TYPE_CHECKING:
     from torch import Tensor

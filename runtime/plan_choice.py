@@ -14,8 +14,8 @@ from embforge.codegen.params import Params, params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.target import TUNED, target_named
 from embforge.codegen.tuned.choose import Choice, choose
-from embforge.codegen.tuned.document import TARGETS
 from embforge.codegen.tuned.hardware import gpu_hardware, this_cpu
 from embforge.codegen.tuned.record import Hardware
 from embforge.codegen.tuned.shape import rule_named, usual_traffic
@@ -51,9 +51,10 @@ def cpu_hardware() -> Hardware:
 
 def hardware_of(backend: str, device: torch.device) -> Hardware | None:
     """What kernels of a backend run on; None on meta, where nothing runs, and for what is never tuned."""
-    if backend == "cpu":
+    target = target_named(backend)
+    if target.hardware == "cpu":
         return cpu_hardware()
-    if backend == "cuda" and device.type == "cuda":
+    if target.hardware == "gpu" and device.type != "meta":
         from embforge.device import hardware_facts
 
         return gpu_hardware(hardware_facts(torch.cuda.get_device_properties(device)))
@@ -79,7 +80,7 @@ def choose_params(
         if params is not None:
             return Choice(params, f"given as {ARGUMENT[op]}=")
         if hardware is None:
-            reason = "on meta nothing runs" if backend in TARGETS else f"nothing is tuned for {backend}"
+            reason = "on meta nothing runs" if backend in TUNED else f"nothing is tuned for {backend}"
             return Choice(params_type(backend, op)(), f"default: {reason}")
         if op == "backward" and len(updates) > 1:
             return Choice(params_type(backend, op)(), "default: nothing is tuned for tables of several rules")

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from embforge.codegen.errors import WorkloadError
 from embforge.codegen.tuned.shape import shape_of
 from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
+from embforge.torch_internals import current_pass, dispatch_modes, functorch_level, tracing_state
 from embforge.trace.file_format import (
     BATCHES,
     BATCHES_VARIABLE,
@@ -40,7 +40,7 @@ MOST_BYTES = 2**30
 """A recording ends when it holds this much, if it has not its batches sooner."""
 EAGER = 'torch.compiler.set_stance("force_eager")'
 
-SHADOWED = EmbeddingCollection._lookup.__name__
+SHADOWED = EmbeddingCollection.lookup.__name__
 
 _made = itertools.count(1)
 """Numbers the collections that record themselves because the environment says so."""
@@ -167,13 +167,13 @@ def record_as_environment_says(module: EmbeddingCollection) -> None:
 
 
 class _Tap:
-    """Stands before a collection's own `_lookup`, and shows calls that succeed to all who record it."""
+    """Stands before a collection's own `lookup`, and shows calls that succeed to all who record it."""
 
     def __init__(self, module: EmbeddingCollection) -> None:
         self.recorders: list[Recorder] = []
-        self._lookup = MethodType(type(module)._lookup, module)
+        self._lookup = MethodType(type(module).lookup, module)
 
-    def __call__(self, tables: list[Any], batch: Batch, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, tables: list[Tensor], batch: Batch, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         found: tuple[Tensor, Tensor | None] = self._lookup(tables, batch, rows)
         if not torch.compiler.is_compiling() and _is_real(batch.values):
             for recorder in tuple(self.recorders):
@@ -199,10 +199,10 @@ def _is_real(values: Tensor) -> bool:
     return (
         type(values) is Tensor
         and not values.is_meta
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._current_graph_task_id() == -1
+        and functorch_level() is None
+        and tracing_state() is None
+        and dispatch_modes() == 0
+        and current_pass() == -1
         and not (values.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

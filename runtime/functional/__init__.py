@@ -7,29 +7,30 @@ torch, with the same results.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from embforge.autograd_calls import Context
+from embforge.codegen.poolings import EACH_ROW
 from embforge.functional.bag import embedding_bag
-from embforge.collection import EmbeddingCollection
 from embforge.functional.external_weights import check_device, check_ids, forward_kernel, programs_for
+from embforge.functional.tensor_parallel import Parts, group_of, parts_of, side_by_side, summed
 from embforge.inputs import Batch
 from embforge.launch.metadata import metadata_of
-from embforge.functional.tensor_parallel import Parts, group_of, parts_of, side_by_side, summed
+from embforge.number_formats import as_indexable, is_quantized
 from embforge.operators.registration import Implementation, register
+from embforge.operators.visibility import must_be_seen
 
 __all__ = ["embedding", "embedding_bag"]
-
-_must_be_seen = EmbeddingCollection._must_be_seen
 
 
 def embedding(
     input: Tensor,
     weight: Tensor,
     tp_size: int = 1,
-    tp_group: Any = None,
+    tp_group: object = None,
     sharding_dim: int = 0,
     tp_rank: int | None = None,
     per_token_scale: Tensor | None = None,
@@ -78,7 +79,7 @@ def parallel_embedding(
 
 def _rows(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """`[n, D]`, zeros for ids that are no row."""
-    if (weight.requires_grad and torch.is_grad_enabled()) or _must_be_seen(ids) or weight.is_meta:
+    if (weight.requires_grad and torch.is_grad_enabled()) or must_be_seen(ids) or weight.is_meta:
         return torch.ops.embforge.gather(ids, weight, padding_idx)  # type: ignore[no-any-return]
     return _gather(ids, weight, padding_idx)
 
@@ -91,7 +92,7 @@ def _gather(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
 def _run_gather(ids: Tensor, weight: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """By the kernel, in one pass over the rows; None if there is none."""
     count = ids.numel()
-    programs = programs_for(weight, dtype, "none", factors is not None) if count and len(weight) else None
+    programs = programs_for(weight, dtype, EACH_ROW, factors is not None) if count and len(weight) else None
     kernel = None if programs is None else forward_kernel(programs.forward)
     if kernel is None:
         return None
@@ -105,12 +106,11 @@ def _run_gather(ids: Tensor, weight: Tensor, factors: Tensor | None, dtype: torc
 
 def _gather_by_torch(ids: Tensor, weight: Tensor) -> Tensor:
     """The same in torch operations that autograd knows."""
-    if weight.itemsize == 1:  # not all of torch knows fp8, and zero is zero
-        return _gather_bytes(ids, weight.view(torch.uint8)).view(weight.dtype)
-    return _gather_bytes(ids, weight)
+    rows = _gather_rows(ids, as_indexable(weight))
+    return rows if rows.dtype == weight.dtype else rows.view(weight.dtype)
 
 
-def _gather_bytes(ids: Tensor, weight: Tensor) -> Tensor:
+def _gather_rows(ids: Tensor, weight: Tensor) -> Tensor:
     if not len(weight):  # the sum of no rows: zeros, and a graph all the same
         return weight.new_zeros(len(ids), weight.shape[1]) + weight.sum(0, dtype=weight.dtype)
     absent = (ids < 0) | (ids >= len(weight))
@@ -119,20 +119,27 @@ def _gather_bytes(ids: Tensor, weight: Tensor) -> Tensor:
 
 def _scaled_rows(ids: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     factors = _gather_by_torch(ids, scale[:, None])
-    if not (factors.requires_grad or _must_be_seen(ids)):
+    if not (factors.requires_grad or must_be_seen(ids)):
         found = _run_gather(ids, weight, factors.view(-1).float().resolve_neg(), scale.dtype)
         if found is not None:
             return found
     return _gather_by_torch(ids, weight).to(scale.dtype) * factors
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+class _Context(Context, Protocol):
+    """What a forward keeps for its backward, beside the saved tensors."""
+
+    rows: int
+    padding_idx: int
+
+
+def _keep(ctx: _Context, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
     ids, weight, ctx.padding_idx = inputs
     ctx.save_for_backward(ids)
     ctx.rows = weight.shape[0]
 
 
-def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _gather_backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     (ids,) = ctx.saved_tensors
     absent = (ids < 0) | (ids >= ctx.rows) | (ids == ctx.padding_idx)
     # What has no row goes to one more, behind the last: no pass over gradients to blank them.
@@ -151,7 +158,7 @@ register()
 
 
 def _check_lookup(
-    input: Tensor, weight: Tensor, tp_size: int, sharding_dim: int, scale: Tensor | None, padding: Any
+    input: Tensor, weight: Tensor, tp_size: int, sharding_dim: int, scale: Tensor | None, padding: object
 ) -> None:
     check_ids("input", input)
     if weight.dim() != 2:
@@ -162,7 +169,7 @@ def _check_lookup(
     if sharding_dim not in (0, 1):
         raise ValueError(f"sharding_dim={sharding_dim!r} is not allowed; allowed: 0 (rows), 1 (columns)")
     if scale is not None:
-        if weight.itemsize != 1:
+        if not is_quantized(weight.dtype):
             raise TypeError(f"per_token_scale goes with an int8 or fp8 weight; this one is {weight.dtype}")
         if scale.numel() != len(weight) or not scale.is_floating_point():
             raise ValueError(

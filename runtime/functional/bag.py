@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embforge.autograd_calls import Context, applied
 from embforge.functional.external_weights import Texts, check_device, check_ids, forward_kernel, programs_for
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients, readable
+from embforge.torch_internals import assert_async
 from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce, run_weight_gradient
 
 MODES = ("sum", "mean", "max")
@@ -56,7 +58,7 @@ def embedding_bag(
         return F.embedding_bag(values, weight, borders, None, 2, False, mode, sparse, factors, True, padding)
     if padding is not None:  # ids that are no row are absent: no kernel needs to know which one pads
         values = values.masked_fill(values == padding, -1)
-    return _Bags.apply(_Call(texts, program, sparse), values, borders, weight, factors)  # type: ignore[no-any-return, no-untyped-call]
+    return applied(_Bags, _Call(texts, program, sparse), values, borders, weight, factors)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ def _batch(values: Tensor, borders: Tensor, factors: Tensor | None) -> Batch:
     return Batch(values, borders, numbers, borders.numel() - 1, None)
 
 
+class _Context(Context, Protocol):
+    """What a forward keeps for its backward, beside the saved tensors."""
+
+    call: _Call
+    weight: Tensor
+
+
 class _Bags(torch.autograd.Function):
     """`apply(call, values, borders, weight, per-sample weights)`.
 
@@ -82,7 +91,7 @@ class _Bags(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, values: Tensor, borders: Tensor, weight: Tensor, factors: Tensor | None
+        ctx: _Context, call: _Call, values: Tensor, borders: Tensor, weight: Tensor, factors: Tensor | None
     ) -> Tensor:
         kept = run_forward(call.program, _storage(weight), _batch(values, borders, factors), 0)
         ctx.call, ctx.weight = call, weight.detach()
@@ -94,10 +103,9 @@ class _Bags(torch.autograd.Function):
         return kept.pooled
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor | None, Tensor | None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[None, None, None, Tensor | None, Tensor | None]:
         refuse_double_backward()
-        call: _Call = ctx.call
-        weight = ctx.weight
+        call, weight = ctx.call, ctx.weight
         values, borders, _, factors, divisors, winners = ctx.saved_tensors
         storage, batch = _storage(weight), _batch(values, borders, factors)
         gradients = Gradients(readable(gradient), None, divisors, winners)
@@ -183,7 +191,7 @@ def _check_range(values: Tensor, weight: Tensor) -> None:
     if not values.numel() or values.is_meta:
         return
     if values.is_cuda:
-        torch._assert_async(((values >= 0) & (values < rows)).all())
+        assert_async(((values >= 0) & (values < rows)).all())
         return
     low, high = (int(end) for end in values.aminmax())
     if low < 0 or high >= rows:

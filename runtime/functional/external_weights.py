@@ -9,12 +9,12 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from embforge.backends import arch_of
+from embforge.backends import arch_of, backend_on
 from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.errors import MissingKernelError, ToolchainError
 from embforge.codegen.params import params_type
-from embforge.codegen.spec import MAX_DIM, MAX_ROWS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.plans import training_plans
+from embforge.codegen.spec import MAX_DIM, MAX_ROWS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch.kernels import Kernel, Program, kernel_of
 
 _NAME_OF: dict[torch.dtype, str] = {getattr(torch, DTYPES[name].torch_name): name for name in TABLE_DTYPES}
@@ -51,7 +51,7 @@ def programs_for(weight: Tensor, dtype: torch.dtype, pooling: str, weighted: boo
 def _texts(
     device: torch.device | None, dim: int, dtype: Any, output_dtype: Any, pooling: Any, weighted: bool, many: bool
 ) -> Texts:
-    target = "cpu" if device is None else "cuda"
+    target = backend_on(device or torch.device("cpu"))
     spec = CollectionSpec(
         (TableSpec("weight", _ROW_LIMITS[many], dim, dtype),),
         (FeatureSpec("input", "weight", pooling, weighted),),

@@ -9,7 +9,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from embforge.autograd_calls import Context, applied
 from embforge.group_ending import end_at_exit
+from embforge.number_formats import as_indexable
 
 
 class Parts(NamedTuple):
     """Who holds how much of a weight."""
 
-    group: Any
+    group: dist.ProcessGroup | None
     rank: int
     dim: int
     sizes: tuple[int, ...]
@@ -37,47 +39,52 @@ class Parts(NamedTuple):
 
 def summed(partial: Tensor, parts: Parts) -> Tensor:
     """The sum of every rank's `partial`, in its memory."""
-    found: Tensor = _Sum.apply(partial, parts)  # type: ignore[no-untyped-call]
-    return found
+    return applied(_Sum, partial, parts)
 
 
 def side_by_side(own: Tensor, parts: Parts) -> Tensor:
     """`[n, D]` from every rank's columns `[n, d]`."""
-    found: Tensor = _Columns.apply(own, parts)  # type: ignore[no-untyped-call]
-    return found
+    return applied(_Columns, own, parts)
 
 
 class _Sum(torch.autograd.Function):
     """The sum over ranks, in place. Its gradient is handed on: every rank has the whole of it."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, parts: Parts) -> Tensor:
+    def forward(ctx: Context, partial: Tensor, parts: Parts) -> Tensor:
         ctx.mark_dirty(partial)
         if partial.numel():
-            dist.all_reduce(_as_sent(partial), group=parts.group)
+            dist.all_reduce(as_indexable(partial), group=parts.group)
         return partial
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _ColumnsContext(Context, Protocol):
+    """Where a rank's columns begin in the whole, and how many they are."""
+
+    first: int
+    width: int
 
 
 class _Columns(torch.autograd.Function):
     """The columns of all ranks side by side. The gradient of a rank's columns is its slice."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, parts: Parts) -> Tensor:
+    def forward(ctx: _ColumnsContext, own: Tensor, parts: Parts) -> Tensor:
         ctx.first, ctx.width = parts.first, own.shape[1]
         return gathered_columns(own, parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _ColumnsContext, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.narrow(1, ctx.first, ctx.width), None
 
 
 def gathered_columns(own: Tensor, parts: Parts) -> Tensor:
     """`[n, D]` from every rank's `[n, own columns]`."""
-    blocks = _gathered(F.pad(_as_sent(own), (0, max(parts.sizes) - own.shape[1])), parts)
+    blocks = _gathered(F.pad(as_indexable(own), (0, max(parts.sizes) - own.shape[1])), parts)
     return _as_received(
         torch.cat([block[:, :size] for block, size in zip(blocks, parts.sizes, strict=True)], 1), own.dtype
     )
@@ -85,7 +92,7 @@ def gathered_columns(own: Tensor, parts: Parts) -> Tensor:
 
 def gathered_rows(own: Tensor, parts: Parts) -> Tensor:
     """`[V, d]` from every rank's `[own rows, d]`."""
-    blocks = _gathered(F.pad(_as_sent(own), (0, 0, 0, max(parts.sizes) - own.shape[0])), parts)
+    blocks = _gathered(F.pad(as_indexable(own), (0, 0, 0, max(parts.sizes) - own.shape[0])), parts)
     return _as_received(torch.cat([block[:size] for block, size in zip(blocks, parts.sizes, strict=True)]), own.dtype)
 
 
@@ -98,20 +105,16 @@ def _gathered(block: Tensor, parts: Parts) -> Tensor:
     return result
 
 
-def _as_sent(tensor: Tensor) -> Tensor:
-    """Not every backend sends 1-byte numbers of every kind. As bytes even a sum is exact: all but one are zero."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
 def _as_received(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+_Lists = dict[tuple[int, ...], "dist.ProcessGroup"]
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Lists] = weakref.WeakKeyDictionary()
 """Groups made for lists of ranks, by the default group: they go when that is destroyed."""
 
 
-def group_of(given: Any, size: int, rank: int | None) -> Any:
+def group_of(given: object, size: int, rank: int | None) -> dist.ProcessGroup:
     """The ProcessGroup that `tp_group` means; ValueError if `tp_size` and `tp_rank` are not this process's in it."""
     if not isinstance(rank, int):
         raise ValueError(f"tp_rank={rank!r} with tp_size={size}; give this rank's number in tp_group, from 0")
@@ -123,16 +126,19 @@ def group_of(given: Any, size: int, rank: int | None) -> Any:
     return group
 
 
-def process_group_of(given: Any, name: str) -> Any:
+def process_group_of(given: object, name: str) -> dist.ProcessGroup:
     """The ProcessGroup that an argument of that name means: itself, a 1-D DeviceMesh, a list of ranks, None: all."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(f"{name}: torch.distributed is not initialised; call init_process_group first, see torchrun")
+    world = dist.group.WORLD
+    assert world is not None  # as it is initialised
     if given is None:
-        return dist.group.WORLD
+        return world
     if isinstance(given, dist.ProcessGroup):
         return given
     if hasattr(given, "get_group") and getattr(given, "ndim", 0) == 1:
-        return given.get_group()
+        own: dist.ProcessGroup = given.get_group()
+        return own
     ranks = tuple(given) if isinstance(given, Sequence) else ()
     if not ranks or not all(isinstance(r, int) for r in ranks) or list(ranks) != sorted(set(ranks)):
         raise ValueError(
@@ -140,8 +146,8 @@ def process_group_of(given: Any, name: str) -> Any:
             "None: all ranks"
         )
     if ranks == tuple(range(dist.get_world_size())):
-        return dist.group.WORLD
-    made = _GROUPS.setdefault(dist.group.WORLD, {})
+        return world
+    made = _GROUPS.setdefault(world, {})
     if ranks not in made:
         if dist.get_rank() not in ranks:
             raise ValueError(f"{name}={list(ranks)} does not hold this process, rank {dist.get_rank()}")
@@ -154,7 +160,7 @@ def process_group_of(given: Any, name: str) -> Any:
 class _Told:
     """What ranks told each other about a weight."""
 
-    group: weakref.ref[Any]
+    group: weakref.ref[dist.ProcessGroup]
     shape: tuple[int, ...]
     dim: int
     sizes: tuple[int, ...]
@@ -164,7 +170,7 @@ _TOLD: Any = WeakIdKeyDictionary()
 """By weight. An entry goes with its weight, and counts for one group only."""
 
 
-def parts_of(weight: Tensor, group: Any, dim: int) -> Parts:
+def parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> Parts:
     """The parts of the weight that ranks of the group hold. They tell each other in the first call with a weight."""
     if torch.compiler.is_compiling():  # a compiler leaves it to Python. No decorator: that would import the compiler
         found: Parts = torch.compiler.disable(_parts_of)(weight, group, dim)
@@ -172,7 +178,7 @@ def parts_of(weight: Tensor, group: Any, dim: int) -> Parts:
     return _parts_of(weight, group, dim)
 
 
-def _parts_of(weight: Tensor, group: Any, dim: int) -> Parts:
+def _parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> Parts:
     told: _Told | None = _TOLD.get(weight)
     if told is None or told.group() is not group:
         told = _TOLD[weight] = _Told(weakref.ref(group), tuple(weight.shape), dim, _tell(weight, group, dim))
@@ -186,7 +192,7 @@ def _parts_of(weight: Tensor, group: Any, dim: int) -> Parts:
     return Parts(group, dist.get_rank(group), dim, told.sizes)
 
 
-def _tell(weight: Tensor, group: Any, dim: int) -> tuple[int, ...]:
+def _tell(weight: Tensor, group: dist.ProcessGroup, dim: int) -> tuple[int, ...]:
     """Sizes along `dim` of every rank's part. ValueError on all ranks if their parts are not of one table."""
     facts = [*weight.shape, dim, zlib.crc32(str(weight.dtype).encode())]
     own = torch.tensor(facts, dtype=torch.int64, device=weight.device)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from embforge.arguments import check_sequence_rows, checked_batch, checked_gradients, sequence_elements
+from embforge.autograd_calls import Context
 from embforge.launch.metadata import check_tables
+from embforge.number_formats import torch_computes, torch_dtype
 from embforge.operators.lookup import kept_fake, kept_results, program_of
 from embforge.operators.registration import Implementation, register
 from embforge.storage.parameter_table import dense_gradient
-from embforge.storage.static import NO_FP8_GRADIENT, torch_dtype
+from embforge.storage.static import NO_TORCH_GRADIENT
 from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce
 
 
@@ -39,7 +41,8 @@ def _lookup_dense(
     rows = sequence_rows or ()
     check_sequence_rows(plan.layout, batch, rows)
     storage = Storage(tables, (), (), bounds_check)
-    kept = run_forward(forward, storage, batch, sequence_elements(plan.layout, rows))
+    elements = sequence_elements(plan.layout, rows)
+    kept = run_forward(forward, storage, batch, elements, (forward, reduce, weight_gradient))
     return kept_results(kept, values)
 
 
@@ -57,7 +60,15 @@ def _lookup_dense_fake(
     return kept_fake(values, offsets, sequence_rows, forward)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+class _Context(Context, Protocol):
+    """What a forward keeps for its backward, beside the saved tensors."""
+
+    programs: list[str]
+    """The programs of the tables' gradients and of the weights' gradient."""
+    bounds_check: str
+
+
+def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     values, offsets, weights, tables, _, _, *programs, bounds_check = inputs
     ctx.mark_non_differentiable(*output[2:])
     read = tables if ctx.needs_input_grad[2] else ()  # the gradient of weights needs the rows as they were
@@ -65,7 +76,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.programs, ctx.bounds_check = programs, bounds_check
 
 
-def _backward(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor) -> Any:
+def _backward(ctx: _Context, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor) -> Any:
     refuse_double_backward()
     values, offsets, weights, divisors, winners, *tables = ctx.saved_tensors
     reduce, weight_gradient = ctx.programs
@@ -75,8 +86,8 @@ def _backward(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Ten
         of_weights = torch.ops.embforge.weight_gradient(*given, tables, weight_gradient, ctx.bounds_check)
     wanted = ctx.needs_input_grad[3]
     for table, want in zip(program_of(reduce).plan.spec.tables, wanted, strict=True):
-        if want and torch_dtype(table.dtype).itemsize == 1:
-            raise TypeError(f"table {table.name!r}: {NO_FP8_GRADIENT}")
+        if want and not torch_computes(torch_dtype(table.dtype)):
+            raise TypeError(f"table {table.name!r}: {NO_TORCH_GRADIENT}")
     made = iter(torch.ops.embforge.dense_gradients(*given, reduce, ctx.bounds_check, wanted) if any(wanted) else ())
     of_tables = [next(made) if want else None for want in wanted]
     return None, None, of_weights, of_tables, None, None, None, None, None

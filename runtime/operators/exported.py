@@ -22,14 +22,19 @@ from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.machine import runs_here
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.plan import PLAN_SCHEMA, Plan
+from embforge.codegen.plans import resolve_plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.launch.kernels import Kernel, Program, kernel_of
+from embforge.codegen.target import target_named
+from embforge.launch.kernels import Program, kernel_of
 from embforge.plan_choice import choose_params, usable
+
+EXPORTED_OPS = ("forward", "resolve")
+"""What an exported graph may call."""
 
 
 @dataclass(frozen=True)
 class ExportedLookup:
-    """A forward without the choices of a machine."""
+    """A forward, or the step that turns ids into rows before it, without the choices of a machine."""
 
     target: str
     id_dtype: str
@@ -38,6 +43,7 @@ class ExportedLookup:
     """Plan fields that the module was given; None: they are chosen where the graph runs."""
     batch_size: int | None = None
     """What the module was told of its calls; it helps to choose fields."""
+    op: str = "forward"
 
     @cached_property
     def text(self) -> str:
@@ -45,7 +51,7 @@ class ExportedLookup:
         data: dict[str, Any] = {
             "embforge": _version(),
             "schema": PLAN_SCHEMA,
-            "op": "forward",
+            "op": self.op,
             "target": self.target,
             "id_dtype": self.id_dtype,
             "spec": self.spec.to_dict(),
@@ -61,14 +67,14 @@ class ExportedLookup:
         """The lookup that has this text. `PlanError` if it is of another schema or not one at all."""
         try:
             data: dict[str, Any] = json.loads(text)
-            schema, maker, op = data.pop("schema"), data.pop("embforge"), data.pop("op")
+            schema, maker, op = data.pop("schema"), data.pop("embforge"), data["op"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"not the text of an exported lookup: {text[:80]!r}; export the model anew") from error
-        if schema != PLAN_SCHEMA or op != "forward":
+        if schema != PLAN_SCHEMA or op not in EXPORTED_OPS:
             raise PlanError(
                 f"this graph was exported by embforge {maker}, its lookup has schema {schema} and op {op!r}; embforge "
-                f"{_version()} runs schema {PLAN_SCHEMA} and op 'forward': export the model anew with it, or run the "
-                f"graph with embforge {maker}"
+                f"{_version()} runs schema {PLAN_SCHEMA} and ops {', '.join(EXPORTED_OPS)}: export the model anew with "
+                f"it, or run the graph with embforge {maker}"
             )
         try:
             data["spec"] = CollectionSpec.from_dict(data["spec"])
@@ -95,6 +101,8 @@ class ExportedLookup:
                 f"{', '.join(DEVICES_OF[self.target])}; export the model from the device that it is to run on"
             )
         arch = arch_of(self.target, device)
+        if self.op == "resolve":
+            return resolve_plan(self.spec, self.target, arch, self.id_dtype)
 
         def plan(params: Params) -> Plan:
             return Plan("forward", self.target, arch, self.id_dtype, self.spec, params)
@@ -112,20 +120,19 @@ def lookup_named(text: str) -> Plan | ExportedLookup:
 
 
 @lru_cache(maxsize=256)
-def lookup_kernel(text: str, device: torch.device) -> Kernel:
-    """The kernel that serves such a call on that device; raises what `kernel_of` raises."""
+def lookup_kernel(text: str, device: torch.device) -> Any:
+    """The kernel that serves such a call on that device, as the op says; raises what `kernel_of` raises."""
     if "\n" in text:
         program = Program.from_text(text)
-        if program.plan.target == "cpu" and not runs_here(program.plan.arch):
+        if target_named(program.plan.target).is_native and not runs_here(program.plan.arch):
             # A graph that another machine exported when texts still named its instruction set.
-            program = replace(program, plan=replace(program.plan, arch=arch_of("cpu", device)))
+            program = replace(program, plan=replace(program.plan, arch=arch_of(program.plan.target, device)))
     else:
         program = Program(ExportedLookup.from_text(text).plan_on(device))
-    kernel: Kernel = kernel_of(program.text)
-    return kernel
+    return kernel_of(program.text)
 
 
-def _check_known(field: str, value: Any, known: Collection[str]) -> None:
+def _check_known(field: str, value: object, known: Collection[str]) -> None:
     if value not in known:
         raise PlanError(
             f"an exported lookup with {field}={value!r} is not known; allowed: {', '.join(known)}; export it anew"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,14 @@ from embforge.arguments import (
     rows_of,
     sequence_elements,
 )
+from embforge.autograd_calls import Context
 from embforge.codegen.dtypes import DTYPES
-from embforge.operators.exported import lookup_kernel, lookup_named
 from embforge.launch.grouped import parts_of
-from embforge.launch.kernels import Program
+from embforge.launch.kernels import Kernel, Program
 from embforge.launch.metadata import check_tables, metadata_of
+from embforge.operators.exported import lookup_kernel, lookup_named
 from embforge.operators.registration import Implementation, register
+from embforge.torch_internals import is_tracing_proxies, proxies_of
 from embforge.training.around import refuse_replicas
 from embforge.training.calls import (
     ROWS_CHANGED,
@@ -54,7 +56,7 @@ def _lookup(
     program: str,
     bounds_check: str,
 ) -> tuple[Tensor, Tensor]:
-    kernel = lookup_kernel(program, values.device)
+    kernel: Kernel = lookup_kernel(program, values.device)
     layout = kernel.plan.layout
     batch = checked_batch(kernel.plan, values, offsets, weights, bounds_check)
     check_tables(layout, tables)
@@ -126,7 +128,8 @@ def _lookup_train(
     numbers = numbers_of(hyper)
     if numbers is not None:
         numbers.note_forward(in_node=True)
-    kept = run_forward(forward, storage, batch, sequence_elements(plan.layout, sequence_rows))
+    elements = sequence_elements(plan.layout, sequence_rows)
+    kept = run_forward(forward, storage, batch, elements, (forward, backward, weight_gradient))
     return kept_results(kept, values)
 
 
@@ -170,7 +173,24 @@ def kept_fake(
     return pooled, sequence, values.new_empty(divisors, dtype=_FP32), values.new_empty(winners)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+class _Context(Context, Protocol):
+    """What a forward keeps for its backward, beside the saved tensors."""
+
+    tables: list[Tensor]
+    states: list[Tensor]
+    hyper: Tensor
+    counters: Tensor
+    programs: tuple[str, str]
+    """The programs of the backward and of the weights' gradient."""
+    bounds_check: str
+    trainable: Sequence[bool]
+    versions: list[int]
+    """The versions of the tables when the forward ran."""
+    sequences: int
+    """How many features are not pooled."""
+
+
+def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     values, offsets, weights, tables, states, _, hyper, counters, rows, _, backward, weight_gradient, bounds, train = (
         inputs
     )
@@ -189,22 +209,18 @@ def _say_who_may_change(tensors: Sequence[Tensor], *, changed: bool) -> None:
 
     It would check the versions of all, as if they had been saved, and so refuse the second of two calls.
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+    if not is_tracing_proxies():
         return
-    from torch.fx.experimental import proxy_tensor
     from torch.fx.traceback import current_meta
 
-    proxies_of = getattr(proxy_tensor, "_get_proxies", None)
-    if proxies_of is None:  # not torch 2.13: the second call stays refused
-        return
     changed = changed and "recompute" not in current_meta  # nor may rows change under a forward that is repeated
     for tensor in tensors:
-        for proxy in proxies_of(tensor):
+        for proxy in proxies_of(tensor):  # none before torch 2.13: the second call stays refused
             meta = proxy.node.meta
             meta[MAY_CHANGE] = changed and meta.get(MAY_CHANGE, True)
 
 
-def _train(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor) -> Any:
+def _train(ctx: _Context, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor) -> Any:
     refuse_double_backward()
     values, offsets, weights, divisors, winners = ctx.saved_tensors
     backward, weight_gradient = ctx.programs
@@ -283,11 +299,11 @@ def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype | None = N
     return like.new_empty(0, dtype=dtype or like.dtype) if tensor is None else tensor
 
 
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_nothing(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """For a backward that only refuses."""
 
 
-def _refuse_backward(context: Any, *gradients: Tensor) -> Any:
+def _refuse_backward(ctx: Context, *gradients: Tensor) -> NoReturn:
     raise RuntimeError(
         "embforge::lookup has no gradient: it is the operator for results that nobody differentiates; "
         "call the module, or embforge::lookup_train"

@@ -65,7 +65,7 @@ LOOKUP_TRAIN = Operator(
 )
 """A lookup whose backward updates `tables` and `states`. `tables`: `[rows, stride]`, all memory of each, because
 padding may hold states and a copy of rows alone would lose them. `anchor` is what autograd sees of them. `divisors` and
-`winners`: what the backward needs of the forward, see codegen/signature.py. Three programs: `forward` keeps these."""
+`winners`: what the backward needs of the forward, see codegen/kernel.py. Three programs: `forward` keeps these."""
 
 UPDATE = Operator(
     "update_(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
@@ -106,7 +106,12 @@ GATHER = Operator(
 )
 """Rows of one weight, `[ids, dim]`; zeros for ids that are no row."""
 
-OPERATORS = (LOOKUP, LOOKUP_TRAIN, UPDATE, WEIGHT_GRADIENT, LOOKUP_DENSE, DENSE_GRADIENTS, GATHER)
+RESOLVE = Operator(
+    "resolve(Tensor values, Tensor offsets, Tensor[] remaps, str program) -> Tensor", "embforge.operators.resolve"
+)
+"""Turns the ids of remapped tables into rows, before a lookup. `remaps`: the row of each id, by table."""
+
+OPERATORS = (RESOLVE, LOOKUP, LOOKUP_TRAIN, UPDATE, WEIGHT_GRADIENT, LOOKUP_DENSE, DENSE_GRADIENTS, GATHER)
 
 _LOCK = Lock()
 

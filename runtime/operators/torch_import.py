@@ -6,6 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 TORCH = "torch"
 
@@ -45,9 +49,9 @@ class _TorchFinder:
             self._extend(spec.loader)
         return spec
 
-    def _extend(self, loader: object) -> None:
+    def _extend(self, loader: Loader) -> None:
         """Adds the last step to this loader object; a caller who only asked where torch is never runs it."""
-        execute: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
+        execute = loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
@@ -56,4 +60,4 @@ class _TorchFinder:
                 sys.meta_path.remove(self)
             self._action()
 
-        loader.exec_module = execute_and_act  # type: ignore[attr-defined]
+        vars(loader)["exec_module"] = execute_and_act

@@ -8,14 +8,16 @@ the modules of the model (`requires_grad_`, `zero_grad`).
 from __future__ import annotations
 
 import sys
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+
+from embforge.torch_internals import named_members
 
 REPLICATED = (
     "an EmbeddingCollection that trains its own rows is inside of {wrapper}, which knows nothing of them: every rank "
@@ -34,7 +36,7 @@ _LISTING = {
     for method in (
         nn.Module.parameters,
         nn.Module.named_parameters,
-        nn.Module._named_members,
+        named_members,
         nn.Module.named_modules,
     )
 }
@@ -65,6 +67,11 @@ class Surrounded(nn.Module, ABC):
     _is_fsdp_managed_module = False
     """Set by torch if `fully_shard` or FullyShardedDataParallel take care of the module."""
 
+    @property
+    @abstractmethod
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer that trains the module's own rows, if one does."""
+
     def refuse_fsdp(self) -> None:
         """Raises if FSDP looks after the module on several ranks. For modules that train rows of their own."""
         if self._is_fsdp_managed_module and distributed.get_world_size() > 1:
@@ -77,10 +84,8 @@ class Surrounded(nn.Module, ABC):
         asked = _caller_of_listing()
         if asked is not None and asked.f_code is _FREEZES:
             self.requires_grad_(asked.f_locals["requires_grad"])
-        elif asked is not None and asked.f_code is _FORGETS:
-            optimizer: Any = getattr(self, "optimizer", None)
-            if optimizer is not None:
-                optimizer.zero_grad()
+        elif asked is not None and asked.f_code is _FORGETS and self.optimizer is not None:
+            self.optimizer.zero_grad()
         listed: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
         return listed
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from embforge.arguments import check_sequence_gradient
+from embforge.autograd_calls import Context
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients, readable
 from embforge.launch.kernels import kernel_of
@@ -53,6 +54,16 @@ class Call(NamedTuple):
     """Takes what a backward reduced, if gradients accumulate, and says whether it may be used."""
 
 
+class _Context(Context, Protocol):
+    """What a forward keeps for its backward, beside the saved tensors."""
+
+    call: Call
+    size: int
+    """The samples of the batch."""
+    versions: list[int]
+    """Of the rows, where weights want a gradient."""
+
+
 class Lookup(torch.autograd.Function):
     """`apply(call, values, offsets, batch, weights, anchor, *parameters)` -> pooled, and sequence if there is any.
 
@@ -62,7 +73,7 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         call: Call,
         values: Tensor,
         offsets: Tensor,
@@ -70,9 +81,13 @@ class Lookup(torch.autograd.Function):
         weights: Tensor | None,
         anchor: Tensor | None,
         *parameters: Tensor,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         kept = run_forward(
-            call.programs.train, call.storage, Batch(values, offsets, weights, size, None), call.sequence_elements
+            call.programs.train,
+            call.storage,
+            Batch(values, offsets, weights, size, None),
+            call.sequence_elements,
+            call.programs,
         )
         ctx.save_for_backward(values, offsets, weights, kept.divisors, kept.winners)
         ctx.call, ctx.size = call, size
@@ -81,9 +96,9 @@ class Lookup(torch.autograd.Function):
         return kept.pooled if kept.sequence is None else (kept.pooled, kept.sequence)
 
     @staticmethod
-    def backward(ctx: Any, grad_pooled: Tensor, grad_sequence: Tensor | None = None) -> Any:
+    def backward(ctx: _Context, grad_pooled: Tensor, grad_sequence: Tensor | None = None) -> Any:
         refuse_double_backward()
-        call: Call = ctx.call
+        call = ctx.call
         values, offsets, weights, divisors, winners = ctx.saved_tensors
         batch = Batch(values, offsets, weights, ctx.size, None)
         sequence = None if grad_sequence is None else readable(grad_sequence)
@@ -94,7 +109,9 @@ class Lookup(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             if ctx.versions != versions_of(call):
                 raise RuntimeError(ROWS_CHANGED)
-            weight_gradient = run_weight_gradient(call.programs.weight_gradient, call.storage, batch, gradients)
+            weight_gradient = run_weight_gradient(
+                call.programs.weight_gradient, call.storage, batch, gradients, call.programs
+            )
         wanted = ctx.needs_input_grad[6:]
         table_gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if call.numbers is not None:
@@ -102,7 +119,7 @@ class Lookup(torch.autograd.Function):
             if ctx.needs_input_grad[5] and (weight_gradient is None or update_is_wanted(call.numbers.hyper)):
                 anchor_gradient = _train(call, call.numbers, batch, gradients)
         elif any(wanted):
-            reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients)
+            reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients, call.programs)
             table_gradients = [
                 gradient_of(table, *found, sparse=holder.sparse) if want else None
                 for table, holder, found, want in zip(call.parameters, call.holders, reduced, wanted, strict=True)
@@ -116,7 +133,7 @@ def versions_of(call: Call) -> list[int]:
 
 
 def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> Tensor:
-    storage, trainable = call.storage, [holder.trainable for holder in call.holders]
+    programs, storage, trainable = call.programs, call.storage, [holder.trainable for holder in call.holders]
     if numbers.hyper.device != storage.tables[0].device:
         raise RuntimeError(MOVED)
     numbers.take_scale()
@@ -126,5 +143,5 @@ def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> 
         storage = replace(storage, trainable=trainable)
     if call.accumulate is None:
         with numbers.lock:
-            return run_update(call.programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
-    return call.accumulate(gradients, run_reduce(call.programs.reduce, storage, batch, gradients))
+            return run_update(programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters, programs)
+    return call.accumulate(gradients, run_reduce(programs.reduce, storage, batch, gradients, programs))

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.launch.kernels import kernel_of
+from embforge.launch.kernels import Kernel, ReduceKernel, TrainKernel, WeightGradientKernel, kernel_of
 from embforge.launch.metadata import Metadata, metadata_of, update_metadata_of
+from embforge.launch.update_kernel import UpdateKernel
 
 DOUBLE_BACKWARD = (
     "the backward of an embforge lookup updates rows, or makes gradients of tables, and cannot itself be "
@@ -36,7 +37,7 @@ class Programs(NamedTuple):
 
     forward: str
     train: str
-    """A forward that keeps what its backward needs; the plain one where that is nothing."""
+    """The forward of a training call: it keeps divisors and winners if the backward needs any, else it is `forward`."""
     backward: str
     """Empty without a fused optimizer."""
     reduce: str
@@ -45,6 +46,8 @@ class Programs(NamedTuple):
     """The backward of accumulated gradients; empty unless they accumulate."""
     merge: str
     """Their reduction to one gradient a row."""
+    resolve: str
+    """The step before all of these that turns ids into rows; empty where ids are rows."""
 
 
 class Kept(NamedTuple):
@@ -94,20 +97,28 @@ class Storage:
         return [table for table, trained in zip(self.tables, self.trainable, strict=True) if trained]
 
 
-def run_forward(program: str, storage: Storage, batch: Batch, sequence_elements: int) -> Kept:
-    """A training forward, by whichever kernel."""
-    kernel = kernel_of(program)
+def run_forward(
+    program: str, storage: Storage, batch: Batch, sequence_elements: int, beside: Sequence[str] = ()
+) -> Kept:
+    """A training forward, by whichever kernel. `beside`: as of `kernel_of`, here and below."""
+    kernel: Kernel | TrainKernel = kernel_of(program, beside)
     found = kernel(storage.metadata, storage.tables, batch, sequence_elements, storage.bounds_check)
     pooled, sequence, divisors, winners = found if len(found) == len(Kept._fields) else (*found, None, None)
     return Kept(pooled, sequence, divisors, winners)
 
 
 def run_update(
-    program: str, storage: Storage, batch: Batch, gradients: Gradients, hyper: Tensor, counters: Tensor
+    program: str,
+    storage: Storage,
+    batch: Batch,
+    gradients: Gradients,
+    hyper: Tensor,
+    counters: Tensor,
+    beside: Sequence[str] = (),
 ) -> Tensor:
     """Rows and states updated in place; 0, or infinite if gradients are not finite and nothing was changed."""
-    kernel: Any = kernel_of(program)
-    verdict: Tensor = kernel(
+    kernel: UpdateKernel = kernel_of(program, beside)
+    verdict = kernel(
         storage.update_metadata(),
         storage.tables,
         storage.states,
@@ -122,22 +133,22 @@ def run_update(
     return verdict
 
 
-def run_reduce(program: str, storage: Storage, batch: Batch, gradients: Gradients) -> list[tuple[Tensor, Tensor]]:
+def run_reduce(
+    program: str, storage: Storage, batch: Batch, gradients: Gradients, beside: Sequence[str] = ()
+) -> list[tuple[Tensor, Tensor]]:
     """Of every table the rows that occur and their gradients."""
-    kernel: Any = kernel_of(program)
-    found: list[tuple[Tensor, Tensor]] = kernel(
-        storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check
-    )
-    return found
+    kernel: ReduceKernel = kernel_of(program, beside)
+    return kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
 
 
-def run_weight_gradient(program: str, storage: Storage, batch: Batch, gradients: Gradients) -> Tensor:
+def run_weight_gradient(
+    program: str, storage: Storage, batch: Batch, gradients: Gradients, beside: Sequence[str] = ()
+) -> Tensor:
     """The gradient of the batch's weights; zeros without a program, that is if no feature is weighted."""
     if not program:
         return torch.zeros(batch.values.shape, dtype=torch.float32, device=batch.values.device)
-    kernel: Any = kernel_of(program)
-    found: Tensor = kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
-    return found
+    kernel: WeightGradientKernel = kernel_of(program, beside)
+    return kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
 
 
 def refuse_double_backward() -> None:

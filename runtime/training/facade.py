@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -25,11 +25,15 @@ MODULE_GONE = (
 
 LABELS = ("name", "tables")
 """Entries of a group that say which tables its numbers are of, where optimizers were given by table."""
+CYCLED = ("betas", "momentum")
+"""What schedulers that cycle the momentum write: the first of these that is among the defaults, in every group."""
 
 
 class Steps(Protocol):
     """What the facade needs of a module."""
 
+    @property
+    def optimizer(self) -> FusedOptimizer | None: ...
     def step(self) -> None: ...
     def drop_gradients(self) -> None: ...
     def has_grad_scaler(self) -> bool: ...
@@ -60,6 +64,7 @@ class FusedOptimizer(Optimizer):
         super().__init__(self._groups, {key: first[key] for key in common if key != "params"})
         self._complete = True
         self.param_groups = Groups(self.param_groups)
+        self.defaults = _Defaults(self.defaults, self._groups)
 
     def _anchor(self, place: int) -> Tensor:
         """A group's parameter. The first stands for the rows of all tables in graphs, others only for their group."""
@@ -119,12 +124,35 @@ class FusedOptimizer(Optimizer):
             group.update(added)
 
 
+class _Defaults(dict[str, Any]):
+    """What all groups have. Schedulers look here whether they can cycle the momentum, and are told why they cannot."""
+
+    def __init__(self, common: dict[str, Any], groups: Sequence[Group]) -> None:
+        super().__init__(common)
+        having = [any(key in group for key in CYCLED) for group in groups]
+        self._lacking = "" if all(having) or not any(having) else groups[having.index(False)]["name"]
+        self._differ = all(having) and not any(key in common for key in CYCLED)
+
+    def __contains__(self, key: object) -> bool:
+        if key in CYCLED and (self._lacking or self._differ):
+            why = f"the optimizer of {self._lacking!r} has none" if self._lacking else "here some have betas instead"
+            raise ValueError(
+                "module.optimizer: a scheduler cycles the momentum if all groups have one under the same name, and "
+                f"{why}; give it cycle_momentum=False, and write the momentum of a group where it shall change"
+            )
+        return super().__contains__(key)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
 def _labels(groups: RuleGroups, group: RuleGroup) -> dict[str, Any]:
     return dict(zip(LABELS, (group.name, groups.table_names(group)), strict=True)) if group.name else {}
 
 
-def _optimizer_of(module: Any) -> FusedOptimizer:
+def _optimizer_of(module: Steps) -> FusedOptimizer:
     """The optimizer of a copy, which may be all that holds the copied module."""
-    optimizer: FusedOptimizer = module.optimizer
+    optimizer = module.optimizer
+    assert optimizer is not None
     optimizer.copied_module = module
     return optimizer

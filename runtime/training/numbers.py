@@ -12,13 +12,9 @@ from torch import Tensor
 
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
 from embforge.storage.states import versioned
+from embforge.torch_internals import can_take_data, current_node, current_pass, will_run
 from embforge.training.recompute import Forwards
 from embforge.training.scaling import refuse_unknown_scaler, watch_scalers
-
-# Named once: part of every backward.
-_current_node: Any = torch._C._current_autograd_node
-_current_pass: Any = torch._C._current_graph_task_id
-_runs: Any = torch._C._will_engine_execute_node
 
 STEP, SEED = COUNTERS.index("step"), COUNTERS.index("seed")
 LR, GRAD_SCALE = HYPER.index("lr"), HYPER.index("grad_scale")
@@ -147,7 +143,7 @@ class Numbers:
         self.own(self.hyper)
         if not known and not self.counters.is_meta:
             self.seed(drawn_seed() if self._seed is None else self._seed)
-        if torch._has_compatible_shallow_copy_type(self.anchor, self.hyper):
+        if can_take_data(self.anchor, self.hyper):
             self.anchor.data = torch.zeros(
                 1, dtype=torch.float32, device=device
             )  # the facade's parameter stays the same object
@@ -183,11 +179,13 @@ def update_is_wanted(hyper: Tensor) -> bool:
     of its weights alone: then the anchor, which stands for the rows, is not among what this pass asked for. Outside of
     a backward pass the caller means an update.
     """
-    node = _current_node() if _current_pass() != -1 else None
+    node = current_node() if current_pass() != -1 else None
     for reached, _ in () if node is None else node.next_functions:
+        if reached is None:
+            continue
         if getattr(getattr(reached, "variable", None), HYPER_ADDRESS, None) == hyper.data_ptr():
             try:
-                return bool(_runs(reached))
+                return will_run(reached)
             except RuntimeError:  # torch refuses to say it of a leaf that torch.autograd.grad was asked for
                 return True
     return True
@@ -195,7 +193,7 @@ def update_is_wanted(hyper: Tensor) -> bool:
 
 def numbers_of(tensor: Tensor) -> Numbers | None:
     """Whose hyperparameters or rows a tensor holds, if a module's."""
-    owner: Any = getattr(tensor, NUMBERS, None)
+    owner: ref[Numbers] | None = getattr(tensor, NUMBERS, None)
     return None if owner is None else owner()
 
 

@@ -34,6 +34,13 @@ class Pass:
         return Pass(moved, [verdict.to(device) for verdict in self.verdicts])
 
 
+def nothing(tables: Sequence[Tensor]) -> Pass:
+    """What a backward pass leaves that reached no row of these tables."""
+    rows = [torch.empty(0, dtype=torch.int64, device=table.device) for table in tables]
+    gradients = [table.new_empty((0, table.shape[1]), dtype=torch.float32) for table in tables]
+    return Pass(list(zip(rows, gradients, strict=True)), [])
+
+
 def verdict_of(gradients: Gradients, reduced: Reduced) -> Tensor:
     """Infinite if a number of the incoming gradients is not finite (also of a frozen table), or their sum in a row."""
     given = [gradients.pooled, *([] if gradients.sequence is None else [gradients.sequence])]

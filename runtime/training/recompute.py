@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from threading import get_ident
-from typing import Any
 
 import torch
+
+from embforge.torch_internals import current_node, current_pass, node_clock, saved_tensors_hooks
 
 RECOMPUTED = (
     "a recomputed forward (torch.utils.checkpoint) would read rows that were updated since the first forward, and so "
@@ -13,12 +14,7 @@ RECOMPUTED = (
     "function. (Where several threads call the module, this is refused after the first update.)"
 )
 
-# Named once: note() is part of every eager call.
-_backward: Any = torch._C._current_graph_task_id
-_node: Any = torch._C._current_autograd_node
-_clock: Any = torch._C._autograd._get_sequence_nr
-_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-_gradients_on = torch.is_grad_enabled
+_gradients_on = torch.is_grad_enabled  # named once: note() is part of every eager call
 
 NEVER = 2**64
 """Later than any node: autograd's own mark of a node that runs first is 2^64 - 1."""
@@ -55,10 +51,10 @@ class Forwards:
         `in_node`: it runs within the forward of an autograd node, as that of a compiled graph: gradients are off there
         though they are wanted, and the node, which has its number already, is what may be asked for saved tensors.
         """
-        if _backward() != -1:
+        if current_pass() != -1:
             self._check(version, wanted=in_node or _gradients_on())
             return
-        now, thread = _clock() - in_node, get_ident()
+        now, thread = node_clock() - in_node, get_ident()
         if thread != self._thread:
             # Clocks of several threads cannot be compared: from here on only rows that never changed are known.
             self._mixed, self._thread = self._thread is not None, thread
@@ -74,13 +70,13 @@ class Forwards:
             self._stale.clear()
 
     def _check(self, version: int, *, wanted: bool) -> None:
-        node = _node()
+        node = current_node()
         if node is None:  # a callback at the end of a backward pass
             return
         made = node._sequence_nr()
-        known = self._version == version and made >= (self._old if _hooks(True) is None else self._new)
+        known = self._version == version and made >= (self._old if saved_tensors_hooks(True) is None else self._new)
         if wanted:
             if not known or made in self._stale:
                 raise RuntimeError(RECOMPUTED)
         elif not known or made in self._stale:
-            self._stale.add(_clock() - 1)
+            self._stale.add(node_clock() - 1)

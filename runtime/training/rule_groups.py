@@ -11,9 +11,9 @@ from torch import Tensor
 
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
+from embforge.codegen.plans import training_plans
 from embforge.codegen.rules.rule import HYPER, Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.plans import training_plans
 from embforge.launch.grouped import Part, grouped_text
 from embforge.launch.kernels import Program
 
@@ -34,7 +34,7 @@ class TableOptimizer(Protocol):
     def hyper_values(self) -> tuple[float, ...]: ...
     @property
     def initial_states(self) -> dict[str, float]: ...
-    def check(self, name: str, value: Any) -> None: ...
+    def check(self, name: str, value: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,11 @@ class RuleGroups:
         return Part(program, group.tables, before, len(group.numbers))
 
 
-def rule_groups(optimizer: Any, spec: CollectionSpec) -> RuleGroups | None:
+Optimizers = TableOptimizer | Mapping[Any, TableOptimizer | None] | RuleGroups | None
+"""What an `optimizer` argument may be. Keys of a mapping: a table, a tuple of tables, or `REST`."""
+
+
+def rule_groups(optimizer: Optimizers, spec: CollectionSpec) -> RuleGroups | None:
     """The groups that an `optimizer` argument means for the tables of a spec; None for None.
 
     TypeError or ValueError names what cannot be.
@@ -145,8 +149,8 @@ def rule_groups(optimizer: Any, spec: CollectionSpec) -> RuleGroups | None:
         return optimizer
     if not isinstance(optimizer, Mapping):
         return RuleGroups((RuleGroup("", _checked(optimizer), tuple(range(len(names)))),), names)
-    taken: dict[str, Any] = {}
-    entries: list[tuple[str, Any, tuple[str, ...]]] = []
+    taken: dict[str, object] = {}
+    entries: list[tuple[str, TableOptimizer | None, tuple[str, ...]]] = []
     for key, value in optimizer.items():
         named = _names_of(key, names)
         for name in named:
@@ -177,7 +181,7 @@ def rule_groups(optimizer: Any, spec: CollectionSpec) -> RuleGroups | None:
     return RuleGroups(groups, names)
 
 
-def _names_of(key: Any, tables: Sequence[str]) -> tuple[str, ...]:
+def _names_of(key: object, tables: Sequence[str]) -> tuple[str, ...]:
     """The tables that an entry names."""
     if key == REST:
         return ()

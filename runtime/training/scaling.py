@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from embforge.torch_internals import current_pass, scale_of
+
 UNKNOWN = (
     "the loss of this backward pass was scaled by a GradScaler that the module does not know, so that its rows would "
     "be updated by gradients that are too large by the scale; call module.use_grad_scaler(scaler) before "
     "the first forward"
 )
 
-_current_pass: Any = torch._C._current_graph_task_id
 _NOTED: deque[tuple[int, Tensor]] = deque(maxlen=16)
 """The last backward passes that a scaler multiplied, and where it keeps its scale. A pass is looked up while it runs,
 so few entries are enough; appending to a deque needs no lock."""
@@ -38,7 +39,7 @@ def watch_scalers() -> None:
     def scale(self: GradScaler, outputs: Any) -> Any:
         scaled = plain(self, outputs)
         if self.is_enabled() and not torch.compiler.is_compiling():
-            _mark(scaled, self._scale)
+            _mark(scaled, scale_of(self))
         return scaled
 
     GradScaler.scale = scale  # type: ignore[method-assign]
@@ -47,7 +48,7 @@ def watch_scalers() -> None:
 def refuse_unknown_scaler(known: Tensor | None) -> None:
     """RuntimeError if scalers multiplied the backward pass that runs now, and none of them by the `known` scale."""
     if _NOTED:
-        running = _current_pass()
+        running = current_pass()
         by = [scale for noted, scale in list(_NOTED) if noted == running]
         if by and all(scale is not known for scale in by):
             raise RuntimeError(UNKNOWN)
@@ -63,4 +64,4 @@ def _mark(scaled: Any, scale: Tensor | None) -> None:
 
 
 def _note(scale: Tensor, gradient: Tensor) -> None:
-    _NOTED.append((_current_pass(), scale))
+    _NOTED.append((current_pass(), scale))

@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
+from embforge.autograd_calls import all_applied
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
-from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.plans import training_plans
+from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import Batch, resolved
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program
+from embforge.torch_internals import scale_of
 from embforge.training import pending
 from embforge.training.around import refuse_replicas
 from embforge.training.autograd import Call, Holder, Lookup
 from embforge.training.calls import Programs, Storage, run_reduce, run_update
-from embforge.training.facade import FusedOptimizer
+from embforge.training.facade import FusedOptimizer, Steps
 from embforge.training.group import NOT_FOR_USERS
 from embforge.training.numbers import SEED, STEP, Numbers
 from embforge.training.rule_groups import RuleGroups
@@ -40,8 +43,10 @@ class Trainer:
         self.numbers: Numbers | None = None
         if groups is not None:
             self.numbers = Numbers([group.optimizer for group in groups.groups], device)
-        self._scaler: Any = None
-        self._pending: list[pending.Pass] = []
+        self.scaler: GradScaler | None = None
+        """What multiplies losses, if the module was told."""
+        self.waiting: list[pending.Pass] = []
+        """Gradients that wait for `step`, one entry per backward pass."""
 
     def plans(
         self, spec: CollectionSpec, target: str, arch: str, id_dtype: str, params: Params, backward: Params | None
@@ -73,7 +78,7 @@ class Trainer:
         update = self.groups.groups[place].optimizer.update
         return f"{update.rule.name}({', '.join(numbers)}, rounding={update.rounding!r})"
 
-    def facade(self, module: Any) -> FusedOptimizer | None:
+    def facade(self, module: Steps) -> FusedOptimizer | None:
         """The module's optimizer as torch knows such things."""
         if self.numbers is None or self.groups is None:
             return None
@@ -96,24 +101,26 @@ class Trainer:
         """A lookup that autograd records."""
         self.note_forward()
         batch = resolved(batch)
-        sink = self._take if self.accumulate else None
+        sink = self.take if self.accumulate else None
         call = Call(programs, storage, holders, sequence_elements, self.numbers, parameters, sink)
         trains = self.numbers is not None and any(storage.trainable)
         anchor = self.numbers.anchor if trains and self.numbers is not None else None
         if trains:
             refuse_replicas()
-        found: Any = Lookup.apply(call, batch.values, batch.offsets, batch.batch, batch.weights, anchor, *parameters)  # type: ignore[no-untyped-call]
-        return found if isinstance(found, tuple) else (found, None)
+        given = (call, batch.values, batch.offsets, batch.batch, batch.weights, anchor)
+        found = all_applied(Lookup, *given, *parameters)
+        return found[0], found[1] if len(found) > 1 else None
 
     def step(self, programs: Programs, storage: Storage) -> None:
         """One update from all gradients since the last; nothing if there are none."""
         if self.numbers is None:
             return
         with self.numbers.lock:
-            if self._pending and not (self._scales and pending.spoilt(self._pending)):
-                batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
-                run_update(programs.step, storage, batch, gradients, self.numbers.hyper, self.numbers.counters)
-            self._pending = []
+            if self.waiting and not (self.scales and pending.spoilt(self.waiting)):
+                batch, gradients = pending.as_batch(self.waiting, storage.tables[0].device)
+                hyper, counters = self.numbers.hyper, self.numbers.counters
+                run_update(programs.step, storage, batch, gradients, hyper, counters, programs)
+            self.waiting = []
 
     def clip(self, programs: Programs, storage: Storage, max_norm: float) -> Tensor:
         """Scales what has accumulated down to a norm over all tables; returns the norm before."""
@@ -129,47 +136,55 @@ class Trainer:
                 "for clipping row by row give the optimizer max_row_norm"
             )
         with self.numbers.lock:
-            if not self._pending:
+            if not self.waiting:
                 return torch.zeros((), dtype=torch.float32, device=storage.tables[0].device)
-            batch, gradients = pending.as_batch(self._pending, storage.tables[0].device)
-            reduced = run_reduce(programs.merge, storage, batch, gradients)
-            norm = pending.norm_of(reduced) / (self.numbers.get("grad_scale") or 1.0)
-            verdicts = [verdict for one in self._pending for verdict in one.verdicts]
-            self._pending = [pending.Pass(pending.clipped(reduced, norm, max_norm), verdicts)]
+            merged = self._merged(programs, storage)
+            norm = pending.norm_of(merged.reduced) / (self.numbers.get("grad_scale") or 1.0)
+            self.waiting = [pending.Pass(pending.clipped(merged.reduced, norm, max_norm), merged.verdicts)]
         return norm
+
+    def merge(self, programs: Programs, storage: Storage) -> pending.Reduced:
+        """Makes one pass of all that wait: each table's rows that occur, and the sums of their gradients."""
+        self.waiting = [self._merged(programs, storage)]
+        return self.waiting[0].reduced
+
+    def _merged(self, programs: Programs, storage: Storage) -> pending.Pass:
+        if not self.waiting:
+            return pending.nothing(storage.tables)
+        batch, gradients = pending.as_batch(self.waiting, storage.tables[0].device)
+        reduced = run_reduce(programs.merge, storage, batch, gradients, programs)
+        return pending.Pass(reduced, [verdict for one in self.waiting for verdict in one.verdicts])
 
     def drop_gradients(self) -> None:
         """Forgets what has accumulated."""
         if self.numbers is not None:
             with self.numbers.lock:
-                self._pending = []
+                self.waiting = []
 
     @property
-    def has_scaler(self) -> bool:
-        """Whether the module knows what losses are multiplied by."""
-        return self._scaler is not None
+    def scales(self) -> bool:
+        """Whether losses are scaled, so that gradients may be infinite."""
+        return self.scaler is not None and self.scaler.is_enabled()
 
-    @property
-    def _scales(self) -> bool:
-        return self._scaler is not None and self._scaler.is_enabled()
-
-    def use_scaler(self, scaler: Any) -> None:
+    def use_scaler(self, scaler: GradScaler | None) -> None:
         """Divides gradients by the scale of a torch.amp.GradScaler, read in every backward."""
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(f"use_grad_scaler: got {scaler!r}; allowed: a torch.amp.GradScaler, or None")
-        self._scaler = scaler
         if self.numbers is None:
-            return
+            raise ValueError(
+                "use_grad_scaler is for a fused optimizer; without one GradScaler works as with any module"
+            )
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"use_grad_scaler: got {scaler!r}; allowed: a torch.amp.GradScaler, or None")
+        self.scaler = scaler
         self.numbers.clear_verdict()
         self.numbers.scale = None
         if scaler is None or not scaler.is_enabled():
             self.numbers.set_grad_scale(0.0)
             return
-        if scaler._scale is None:  # it makes its scale when it is first used
+        if scale_of(scaler) is None:  # it makes its scale when it is first used
             device = self.numbers.hyper.device
             place = "cpu" if device.type == "meta" else device
             scaler.scale(torch.zeros((), dtype=torch.float32, device=place))
-        self.numbers.scale = scale = scaler._scale  # the tensor itself: asking for its value would wait for the device
+        self.numbers.scale = scale = scale_of(scaler)
         assert scale is not None
         self.numbers.set_grad_scale(scale)
 
@@ -177,7 +192,7 @@ class Trainer:
         """Numbers and waiting gradients to another device."""
         if self.numbers is not None and self.numbers.hyper.device != device:
             self.numbers.move(device)
-            self._pending = [one.to(device) for one in self._pending]
+            self.waiting = [one.to(device) for one in self.waiting]
 
     def restart(self) -> None:
         """As before the first update."""
@@ -200,12 +215,29 @@ class Trainer:
             return {}
         return {"optim.step": self.numbers.counters[STEP], "optim.seed": self.numbers.counters[SEED]}
 
-    def _take(self, gradients: Gradients, reduced: pending.Reduced) -> Tensor:
+    def take(self, gradients: Gradients, reduced: pending.Reduced) -> Tensor:
+        """Lets the gradients of a backward pass wait for `step`. Returns what a loss scaler sees: infinite if they must
+        not be used."""
         assert self.numbers is not None
-        verdicts = [pending.verdict_of(gradients, reduced)] if self._scales else []
+        verdicts = [pending.verdict_of(gradients, reduced)] if self.scales else []
         with self.numbers.lock:
-            self._pending.append(pending.Pass(reduced, verdicts))
+            self.waiting.append(pending.Pass(reduced, verdicts))
         return verdicts[0] if verdicts else torch.zeros(1, dtype=torch.float32, device=gradients.pooled.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scaler": None, "_pending": []}
+        return {**self.__dict__, "scaler": None, "waiting": []}
+
+
+def wrong_counter(key: str, given: Any, counter: Tensor) -> str | None:
+    """What is wrong with an entry of a state dict that stands for a counter, or None."""
+    if not isinstance(given, Tensor):
+        wrong = repr(given)
+    elif given.shape != counter.shape:
+        wrong = f"shape {tuple(given.shape)}"
+    elif given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        wrong = str(given.dtype)
+    elif not given.is_meta and int(given) < 0:
+        wrong = str(int(given))
+    else:
+        return None
+    return f"{key}: {wrong} is not allowed; allowed: a tensor of one whole number, at least 0"

@@ -1,1 +1,1 @@
-"""Workloads, paired measurements and the peers to beat. Calls codegen and the runtime; neither calls it."""
+"""Searches, measures and compares kernels on this machine. It calls codegen and the runtime; neither calls it."""

@@ -16,23 +16,24 @@ import optuna
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import Params
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.target import target_named
 from embforge.codegen.tuned.document import params_of
 from embforge.codegen.tuned.record import Gain, Record
 from embforge.codegen.tuned.shape import file_name
 from embforge.codegen.tuned.stores import read_file
+from embforge.tuner.estimate.layout_advice import advice
 from embforge.tuner.judge.bench_judge import BenchJudge
 from embforge.tuner.judge.builder import Builder
-from embforge.tuner.study.decision import DEFAULT, DUPLICATES, LEADER
 from embforge.tuner.judge.judge import Cache
-from embforge.tuner.estimate.layout_advice import advice
 from embforge.tuner.judge.ledger import RACING, STARTING, WAITING, Ledger
 from embforge.tuner.judge.messages import Setup
 from embforge.tuner.judge.outcome import Timed
+from embforge.tuner.search.space import settle
+from embforge.tuner.store import Where, directory_of, save
+from embforge.tuner.study.decision import DEFAULT, DUPLICATES, LEADER
 from embforge.tuner.study.race import FINALISTS, Race, Racing, race
 from embforge.tuner.study.sampler import sampler_for
-from embforge.tuner.search.space import settle
 from embforge.tuner.study.storage import default_url, masked, open_storage
-from embforge.tuner.store import Where, directory_of, save
 from embforge.tuner.study.study import SearchEvent, search
 from embforge.tuner.study.task import Task, builders, task_of
 from embforge.tuner.study.trials import Trials
@@ -166,7 +167,7 @@ def _run(
     """Searches, then races. How many trials were finished, and what the finals found."""
     end = float("inf") if budget is None else time.monotonic() - ledger.elapsed + budget
     reserve = 0.0 if budget is None else min(FINALS_SHARE * budget, FINALS_SECONDS)
-    on_cpu, workers = task.target == "cpu", builders(task)
+    on_cpu, workers = target_named(task.target).is_native, builders(task)
     threads = task.hardware.sizes["cores"] if on_cpu else None
     setup = Setup(task.anchor.text, task.workloads, seed=seed, cache=task.cache, threads=threads)
     with closing(Builder(workers, pausable=on_cpu)) as builder, BenchJudge(setup, quiet=builder.paused) as judge:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from embforge.codegen.dtypes import FLOATS, OUTPUT_DTYPES
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.params import Params
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.target import target_named
 from embforge.collection import EmbeddingCollection
+from embforge.number_formats import torch_dtype
+from embforge.tuner.bench.limit import gather_limit
+from embforge.tuner.bench.peers import PEERS, Peer, PeerUnavailableError, fill_table, output_types, peer_named
 from embforge.tuner.bench.report import (
+    GATHER_LIMIT,
     LIMIT,
     OURS,
     BenchReport,
@@ -22,10 +28,9 @@ from embforge.tuner.bench.report import (
     machine_facts,
     timings_of,
 )
-from embforge.tuner.bench.limit import gather_limit
 from embforge.tuner.measure.paired import Contender, measure
-from embforge.tuner.bench.peers import PEERS, Peer, PeerUnavailableError, fill_table, output_types, peer_named
 from embforge.tuner.measure.quiet import Clocks, others_since
+from embforge.tuner.workload.tensors import input_of
 from embforge.tuner.workload.workload import Batch, Workload, make_batch, parse
 
 MIN_BATCHES = 4
@@ -35,9 +40,25 @@ CACHES_TO_PASS = 4
 SWEEP_SHARE = 0.15
 """Part of the time that goes into finding the limit's best prefetch."""
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCE = {torch_dtype(name): max(2e-5, 2.08 * FLOATS[name].resolution) for name in OUTPUT_DTYPES}
 """Largest difference between two libraries' results that are rounded to that type, relative to the largest number in
 them: of two types the coarser decides, feature by feature."""
+
+
+class Noted(Contender, Protocol):
+    """A contender that says how it is called."""
+
+    @property
+    def note(self) -> str: ...
+
+
+class Subject(NamedTuple):
+    """What is timed: a spec under a workload on a target, by these batches."""
+
+    spec: CollectionSpec
+    workload: str
+    on: str
+    batches: Sequence[Batch]
 
 
 def bench_spec(
@@ -60,52 +81,61 @@ def bench_spec(
     check_device(on)
     workload = parse(workload) if isinstance(workload, str) else workload or Workload()
     batches = enough_batches(spec, workload, seed)
-    contenders: list[Contender] = []
-    comparable: list[Peer] = []
+    peers: list[Peer] = []
     skipped: dict[str, str] = {}
-    notes: dict[str, str] = {}
     with torch.no_grad():
         module = filled_module(spec, device=on, params=params) if ours else None
         if module is not None:
-            comparable.append(our_contender(module, on))
+            peers.append(our_contender(module, on))
         for name in against:
             try:
-                comparable.append(peer_named(name, spec, batches, on))
+                peers.append(peer_named(name, spec, batches, on))
             except PeerUnavailableError as error:
                 skipped[name] = str(error)
-        contenders += comparable
-        notes |= {peer.name: peer.note for peer in comparable}
-        differences, disagreeing = compare(comparable, batches[:2])
-        if limit and on == "cpu":
-            best = gather_limit(spec, tables_of(spec, module)).best(batches, seconds * SWEEP_SHARE)
-            contenders.append(best)
-            notes[LIMIT] = str(best)
-        synchronize = torch.cuda.synchronize if on == "cuda" else lambda: None
-        clocks = Clocks.now()
-        taken = measure(contenders, batches, seconds=seconds, seed=seed, synchronize=synchronize)
-        others = others_since(clocks)
+        differences, disagreeing = compare(peers, batches[:2])
+        contenders: list[Noted] = [*peers]
+        if limit and target_named(on).is_native:
+            contenders.append(gather_limit(spec, tables_of(spec, module)).best(batches, seconds * SWEEP_SHARE))
+        return timed(
+            Subject(spec, str(workload), on, batches),
+            contenders,
+            seconds=seconds,
+            seed=seed,
+            differences=differences,
+            disagreeing=disagreeing,
+            skipped=skipped,
+        )
+
+
+def timed(subject: Subject, contenders: Sequence[Noted], *, seconds: float, seed: int, **found: Any) -> BenchReport:
+    """Times the contenders, interleaved, and reports; `found` is what the report says of them beside times."""
+    spec, batches = subject.spec, subject.batches
+    synchronize = torch.cuda.synchronize if target_named(subject.on).needs_gpu else lambda: None
+    clocks = Clocks.now()
+    taken = measure(contenders, batches, seconds=seconds, seed=seed, synchronize=synchronize)
+    others = others_since(clocks)
+    over_ours = {name for name in taken.samples if OURS in taken.samples} - {OURS}
     return BenchReport(
         spec=spec.name or "collection",
-        workload=str(workload),
-        on=on,
+        workload=subject.workload,
+        on=subject.on,
         batches=len(batches),
         ids=sum(b.values.size for b in batches) // len(batches),
         row_bytes=sum(row_bytes(spec, b) for b in batches) // len(batches),
         table_bytes=table_bytes(spec),
-        timings=timings_of(taken, notes),
-        ratios={p.name: taken.ratio(p.name, OURS) for p in comparable if ours and p.name != OURS},
-        limit_share=taken.ratio(LIMIT, OURS) if ours and LIMIT in taken.samples else None,
-        differences=differences,
-        disagreeing=disagreeing,
-        skipped=skipped,
+        timings=timings_of(taken, {c.name: c.note for c in contenders}),
+        ratios={name: taken.ratio(name, OURS) for name in PEERS if name in over_ours},
+        limit_share=taken.ratio(LIMIT, OURS) if LIMIT in over_ours else None,
+        both_share=taken.ratio([LIMIT, GATHER_LIMIT], OURS) if GATHER_LIMIT in over_ours else None,
         others=others,
         machine=machine_facts(),
+        **found,
     )
 
 
 def check_device(on: str) -> None:
     """`ToolchainError` if `on` is "cuda" and there is none."""
-    if on == "cuda" and not torch.cuda.is_available():
+    if target_named(on).needs_gpu and not torch.cuda.is_available():
         raise ToolchainError("bench --on cuda needs a CUDA device and a torch built for it; none is here; use --on cpu")
 
 
@@ -153,8 +183,7 @@ def our_contender(module: EmbeddingCollection, device: str) -> Peer:
     widths = [placed.width for placed in module.layout.features]
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
-        return torch.from_numpy(batch.values).to(device), torch.from_numpy(batch.offsets).to(device), weights
+        return input_of(batch, device)[:3]
 
     def run(arguments: tuple[Tensor, Tensor, Tensor | None]) -> Any:
         return module(*arguments) if pooled else module.forward_dict(*arguments)

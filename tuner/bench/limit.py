@@ -1,8 +1,8 @@
 """How fast the machine can move the rows of a batch at all: one frame for every such limit, and the gather limit.
 
 A limit is a contender like any other: a bare loop, compiled as our kernels are, over the very tables of the module
-under test, on torch's thread pool. `templates/cpu/limits/gather_limit.cpp.j2` reads the rows that a lookup reads and only
-XORs them; the update limit of a training step is in `tuner/bench/update_limit.py`.
+under test, on torch's thread pool. `templates/cpu/limits/gather_limit.cpp.j2` reads the rows that a lookup reads and
+only XORs them; the update limit of a training step is in `tuner/bench/update_limit.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor
 
 from embforge.codegen import cache
 from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.kernel import METADATA_WORDS, arguments_of, records_of
 from embforge.codegen.layout import layout_of
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.render import render
-from embforge.codegen.signature import METADATA_WORDS
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.cpu.forward import CPU
+from embforge.codegen.target import target_named
+from embforge.codegen.targets.cpu.toolchain import CPU
 from embforge.launch.cpu.forward import torch_parallel_for
 from embforge.tuner.measure.paired import measure
 from embforge.tuner.workload.workload import Batch
@@ -84,10 +85,12 @@ class Limit:
             for serial in (False, True)
             if (distance or level == 1) and not (serial and batches[0].values.size > SERIAL_IDS)
         ]
-        times = measure([replace(limit, name=str(limit)) for limit in tried], batches, seconds=seconds)
-        return min(tried, key=lambda limit: times.median(str(limit)))
+        times = measure([replace(limit, name=limit.note) for limit in tried], batches, seconds=seconds)
+        return min(tried, key=lambda limit: times.median(limit.note))
 
-    def __str__(self) -> str:
+    @property
+    def note(self) -> str:
+        """What is done to the rows, and how."""
         prefetch = f"{self.ahead_bytes} bytes ahead into L{self.level}" if self.ahead_bytes else "no prefetch"
         return f"{self.what}, {prefetch}" + (", one thread" if self.serial else "")
 
@@ -121,7 +124,7 @@ def common_facts(spec: CollectionSpec) -> dict[str, Any]:
     """What the template of any limit is told."""
     return {
         "name": spec.name or "collection",
-        "metadata_words": len(METADATA_WORDS),
+        "records": records_of(arguments_of("cpu", "forward")),
         "metadata_doc": ", ".join(METADATA_WORDS),
     }
 
@@ -141,12 +144,13 @@ def compiled(spec: CollectionSpec, symbol: str, source: str, id_dtype: str = "in
     """The function `symbol` of a limit's source, from the cache if it was compiled before."""
     # The forward plan lends its compiler and flags: the limit gets the instruction set that the kernels get.
     plan = Plan("forward", "cpu", host_isa(), id_dtype, spec, CpuParams())
+    target = target_named(plan.target)
     recipe = cache.Recipe(
         uri=plan.uri.replace("forward", symbol, 1),
         key=cache.key_of({**CPU.fingerprint(plan), "source": source}),
         source=source,
-        source_suffix=CPU.source_suffix,
-        binary_suffix=CPU.binary_suffix,
+        source_suffix=target.source_suffix,
+        binary_suffix=target.binary_suffix,
         compile=lambda path: CPU.compile(plan, path),
     )
     entry, _ = cache.fetch(recipe)

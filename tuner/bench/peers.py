@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.errors import EmbforgeError
 from embforge.codegen.layout import layout_of
+from embforge.codegen.poolings import Shape
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
 from embforge.tuner.measure.paired import Contender, measure
+from embforge.tuner.workload.tensors import input_of
 from embforge.tuner.workload.workload import Batch
 
 PEERS = ("torch", "fbgemm")
@@ -71,8 +73,8 @@ def torch_peer(spec: CollectionSpec, device: str = "cpu") -> Peer:
     """One nn.EmbeddingBag a feature in a loop, results concatenated; nn.Embedding for pooling 'none'."""
     check_torch(spec)
     weights = {t.name: filled_rows(spec, index, device) for index, t in enumerate(spec.tables)}
-    modules = [_torch_module(feature, weights[feature.table]) for feature in spec.features]
-    pooled = all(f.pooling != "none" for f in spec.features)
+    modules = [torch_module(feature, weights[feature.table]) for feature in spec.features]
+    pooled = all(f.kind.pooled for f in spec.features)
 
     def prepare(batch: Batch) -> list[tuple[nn.Module, tuple[Tensor, ...]]]:
         cut = [torch_arguments(spec, batch, index, device) for index in range(len(spec.features))]
@@ -95,15 +97,16 @@ def check_torch(spec: CollectionSpec) -> None:
             raise PeerUnavailableError(f"feature {feature.name!r}: torch has no module for pooling {feature.pooling!r}")
         if feature.weighted and feature.pooling != "sum":
             raise PeerUnavailableError(f"feature {feature.name!r}: torch has weights only for pooling 'sum'")
-        if dtype == "fp8_e4m3":
+        if not DTYPES[dtype].torch_computes:
             raise PeerUnavailableError(f"table {feature.table!r}: nn.EmbeddingBag takes no {dtype}")
 
 
 def fbgemm_peer(spec: CollectionSpec, batches: Sequence[Batch], device: str = "cpu") -> Peer:
     """FBGEMM's table-batched embeddings: the training module or the inference module, whichever is faster here."""
     check_fbgemm(spec)
-    kinds = [_fbgemm_training(spec, device)]
-    if spec.features[0].pooling != "none":
+    training = fbgemm_training_module(spec, device, "EXACT_SGD")
+    kinds = [_fbgemm_contender(spec, "training TBE, no bounds check", training, device)]
+    if spec.features[0].kind.pooled:
         kinds.append(_fbgemm_inference(spec, device))
     if len(kinds) == 1:
         return kinds[0]
@@ -130,17 +133,14 @@ def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
     return rows
 
 
-def torch_padding(feature: FeatureSpec, rows: int) -> int | None:
-    """The padding row for torch, which takes -1 for the last one. Other padding ids occur in no workload."""
-    return feature.padding_idx if feature.padding_idx in range(rows) else None
-
-
-def _torch_module(feature: FeatureSpec, weight: Tensor) -> nn.Module:
-    padding = torch_padding(feature, len(weight))
-    if feature.pooling == "none":
-        module: nn.Module = nn.Embedding.from_pretrained(weight, padding_idx=padding)
+def torch_module(feature: FeatureSpec, weight: Tensor, **options: Any) -> nn.Module:
+    """nn.EmbeddingBag for a feature, or nn.Embedding for pooling 'none'."""
+    # torch takes -1 for the last row. Other ids outside of the table occur in no workload.
+    options["padding_idx"] = feature.padding_idx if feature.padding_idx in range(len(weight)) else None
+    if feature.kind.shape is Shape.SEQUENCE:
+        module: nn.Module = nn.Embedding.from_pretrained(weight, **options)
     else:
-        module = nn.EmbeddingBag.from_pretrained(weight, mode=feature.pooling, padding_idx=padding)
+        module = nn.EmbeddingBag.from_pretrained(weight, mode=feature.pooling, **options)
     return module
 
 
@@ -149,7 +149,7 @@ def torch_arguments(spec: CollectionSpec, batch: Batch, index: int, device: str)
     feature, where = spec.features[index], batch.feature(index)
     # Copies, as a loop's user holds them: views into the joint tensors would start at odd addresses.
     ids = torch.from_numpy(batch.values[where].copy()).to(device)
-    if feature.pooling == "none":
+    if feature.kind.shape is Shape.SEQUENCE:
         return (ids,)
     borders = batch.offsets[index * batch.size : (index + 1) * batch.size] - where.start
     offsets = torch.from_numpy(borders).to(device)
@@ -187,11 +187,11 @@ def check_fbgemm(spec: CollectionSpec) -> None:
     ):
         if len(kinds) > 1:
             raise PeerUnavailableError(f"one FBGEMM call takes one {what}, the spec has {sorted(map(str, kinds))}")
-    if spec.features[0].pooling == "none" and len({t.embedding_dim for t in spec.tables}) > 1:
+    if spec.features[0].kind.shape is Shape.SEQUENCE and len({t.embedding_dim for t in spec.tables}) > 1:
         raise PeerUnavailableError("one FBGEMM call without pooling takes one dim")
 
 
-def fbgemm_parts() -> dict[str, Any]:
+def _fbgemm_parts() -> dict[str, Any]:
     """The parts of FBGEMM that are used, imported on first need."""
     try:
         from fbgemm_gpu import (
@@ -213,32 +213,34 @@ def fbgemm_parts() -> dict[str, Any]:
     return parts
 
 
-def _fbgemm_training(spec: CollectionSpec, device: str) -> Peer:
-    api = fbgemm_parts()
-    location, compute = fbgemm_place(api, device)
+def fbgemm_training_module(spec: CollectionSpec, device: str, optimizer: str, **options: Any) -> Any:
+    """FBGEMM's training TBE without bounds checks, its tables filled."""
+    api = _fbgemm_parts()
+    location, compute = _fbgemm_place(api, device)
     module = api["SplitTableBatchedEmbeddingBagsCodegen"](
         [(t.num_embeddings, t.embedding_dim, location, compute) for t in spec.tables],
         feature_table_map=[f.table_index for f in layout_of(spec).features],
-        optimizer=api["EmbOptimType"].EXACT_SGD,
-        weights_precision=sparse_type(api, spec.tables[0].dtype),
-        output_dtype=sparse_type(api, spec.output_dtype),
+        optimizer=api["EmbOptimType"][optimizer],
+        weights_precision=_sparse_type(api, spec.tables[0].dtype),
+        output_dtype=_sparse_type(api, spec.output_dtype),
         pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
         bounds_check_mode=api["BoundsCheckMode"].NONE,
+        **options,
     )
     for index, rows in enumerate(module.split_embedding_weights()):
         fill_table(rows, index)
-    return _fbgemm_contender(spec, "training TBE, no bounds check", module, device)
+    return module
 
 
 def _fbgemm_inference(spec: CollectionSpec, device: str) -> Peer:
-    api = fbgemm_parts()
-    location, _ = fbgemm_place(api, device)
-    kind = sparse_type(api, spec.tables[0].dtype)
+    api = _fbgemm_parts()
+    location, _ = _fbgemm_place(api, device)
+    kind = _sparse_type(api, spec.tables[0].dtype)
     module = api["IntNBitTableBatchedEmbeddingBagsCodegen"](
         [(t.name, t.num_embeddings, t.embedding_dim, kind, location) for t in spec.tables],
         feature_table_map=[f.table_index for f in layout_of(spec).features],
         device=device,
-        output_dtype=sparse_type(api, spec.output_dtype),
+        output_dtype=_sparse_type(api, spec.output_dtype),
         pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
         bounds_check_mode=api["BoundsCheckMode"].NONE,
         row_alignment=1 if device == "cpu" else 16,
@@ -251,14 +253,20 @@ def _fbgemm_inference(spec: CollectionSpec, device: str) -> Peer:
     return _fbgemm_contender(spec, "inference TBE, no bounds check", module, device)
 
 
-def fbgemm_place(api: dict[str, Any], device: str) -> tuple[Any, Any]:
+def fbgemm_arguments(batch: Batch, weighted: bool, device: str) -> tuple[Tensor, ...]:
+    """A batch as FBGEMM's modules take it."""
+    values, offsets, weights = input_of(batch, device)[:3]
+    return (values, offsets, weights) if weighted and weights is not None else (values, offsets)
+
+
+def _fbgemm_place(api: dict[str, Any], device: str) -> tuple[Any, Any]:
     """FBGEMM's words for where tables lie and where it computes."""
     on_cpu = device == "cpu"
     location = api["EmbeddingLocation"].HOST if on_cpu else api["EmbeddingLocation"].DEVICE
     return location, api["ComputeDevice"].CPU if on_cpu else api["ComputeDevice"].CUDA
 
 
-def sparse_type(api: dict[str, Any], dtype: str) -> Any:
+def _sparse_type(api: dict[str, Any], dtype: str) -> Any:
     """FBGEMM's word for a dtype."""
     return api["SparseType"][dtype.upper()]
 
@@ -267,10 +275,7 @@ def _fbgemm_contender(spec: CollectionSpec, note: str, module: Any, device: str)
     weighted = spec.features[0].weighted
 
     def prepare(batch: Batch) -> tuple[Tensor, ...]:
-        values, offsets = torch.from_numpy(batch.values).to(device), torch.from_numpy(batch.offsets).to(device)
-        if not weighted or batch.weights is None:
-            return values, offsets
-        return values, offsets, torch.from_numpy(batch.weights).to(device)
+        return fbgemm_arguments(batch, weighted, device)
 
     def run(arguments: tuple[Tensor, ...]) -> Any:
         return module(*arguments)
@@ -279,6 +284,6 @@ def _fbgemm_contender(spec: CollectionSpec, note: str, module: Any, device: str)
 
 
 def _fbgemm_outputs(spec: CollectionSpec, result: Tensor) -> list[Tensor]:
-    if spec.features[0].pooling == "none":
+    if spec.features[0].kind.shape is Shape.SEQUENCE:
         return [result]
     return _columns(spec, result)

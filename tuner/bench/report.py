@@ -6,13 +6,13 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from embforge.codegen.machine import cpu_model, package_version
-from embforge.codegen.tuned.hardware import parse_bytes
+from embforge.codegen.reading.numbers import size
+from embforge.codegen.tuned.hardware import this_cpu
 from embforge.tuner.measure.paired import Measurement, Ratio
 from embforge.tuner.measure.quiet import QUIET
 from embforge.tuner.measure.timers import USUAL_CACHE_BYTES
@@ -112,7 +112,7 @@ def machine_facts() -> dict[str, str]:
         "cpu": cpu_model(),
         "cpus": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
-        "last_level_cache": f"{last_level_cache_bytes() >> 20} MB",
+        "last_level_cache": size(last_level_cache_bytes(), binary=True),
         "load_before": f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown",
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -123,9 +123,9 @@ def machine_facts() -> dict[str, str]:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache that Linux reports, or a usual one."""
-    sizes = [parse_bytes(p.read_text()) for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max(sizes, default=USUAL_CACHE_BYTES)
+    """Size of the largest cache that the system tells of, or a usual one."""
+    sizes = this_cpu().sizes
+    return max((sizes[name] for name in sizes if name.endswith("_bytes")), default=USUAL_CACHE_BYTES)
 
 
 def _timing(taken: Measurement, name: str, note: str) -> Timing:

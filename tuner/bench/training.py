@@ -13,21 +13,21 @@ from torch import Tensor
 
 from embforge.codegen.errors import EmbforgeError
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.target import target_named
 from embforge.collection import EmbeddingCollection
 from embforge.tuner.bench.forward import (
     SWEEP_SHARE,
+    Noted,
+    Subject,
     check_device,
     enough_batches,
     filled_module,
-    row_bytes,
-    table_bytes,
     tables_of,
+    timed,
 )
-from embforge.tuner.bench.report import GATHER_LIMIT, LIMIT, OURS, BenchReport, machine_facts, timings_of
 from embforge.tuner.bench.limit import gather_limit
-from embforge.tuner.measure.paired import Contender, measure
 from embforge.tuner.bench.peers import PEERS, PeerUnavailableError
-from embforge.tuner.measure.quiet import Clocks, others_since
+from embforge.tuner.bench.report import GATHER_LIMIT, OURS, BenchReport
 from embforge.tuner.bench.training_peers import training_peer_named
 from embforge.tuner.bench.training_rules import (
     ADAM_EPS,
@@ -42,6 +42,7 @@ from embforge.tuner.bench.training_rules import (
     gradients_of,
 )
 from embforge.tuner.bench.update_limit import update_limit
+from embforge.tuner.workload.tensors import input_of
 from embforge.tuner.workload.workload import Batch, Workload, make_batch, parse
 
 CHECK_BATCH = 64
@@ -97,37 +98,20 @@ def bench_training(
             skipped[name] = str(error)
         except NotImplementedError as error:  # how torch says that an operator lacks a type
             skipped[name] = f"no such peer: {str(error).splitlines()[0]}"
-    contenders: list[Contender] = [*trainees]
-    notes = {t.name: t.note for t in trainees}
-    if limit and on == "cpu":
+    contenders: list[Noted] = [*trainees]
+    if limit and target_named(on).is_native:
         tables = tables_of(spec, module)
-        for bare in (update_limit(spec, tables), gather_limit(spec, tables, name=GATHER_LIMIT)):
-            best = bare.best(batches, seconds * SWEEP_SHARE / 2)
-            contenders.append(best)
-            notes[best.name] = str(best)
-    clocks = Clocks.now()
-    synchronize = torch.cuda.synchronize if on == "cuda" else lambda: None
-    taken = measure(contenders, batches, seconds=seconds, seed=seed, synchronize=synchronize)
-    others = others_since(clocks)
-    shares = ours and LIMIT in taken.samples
-    return BenchReport(
-        spec=spec.name or "collection",
-        workload=str(workload),
-        on=on,
-        batches=len(batches),
-        ids=sum(b.values.size for b in batches) // len(batches),
-        row_bytes=sum(row_bytes(spec, b) for b in batches) // len(batches),
-        table_bytes=table_bytes(spec),
-        timings=timings_of(taken, notes),
-        ratios={t.name: taken.ratio(t.name, OURS) for t in trainees if ours and t.name != OURS},
-        limit_share=taken.ratio(LIMIT, OURS) if shares else None,
+        limits = update_limit(spec, tables), gather_limit(spec, tables, name=GATHER_LIMIT)
+        contenders += [bare.best(batches, seconds * SWEEP_SHARE / 2) for bare in limits]
+    return timed(
+        Subject(spec, str(workload), on, batches),
+        contenders,
+        seconds=seconds,
+        seed=seed,
         differences={name: result.difference for name, result in checked.items()},
         disagreeing=tuple(name for name, result in checked.items() if not result.agrees),
         skipped=skipped,
-        others=others,
-        machine=machine_facts(),
         train=rule,
-        both_share=taken.ratio([LIMIT, GATHER_LIMIT], OURS) if shares else None,
     )
 
 
@@ -147,9 +131,9 @@ def our_trainee(module: EmbeddingCollection, rule: str, device: str = "cpu") -> 
 
     def prepare(batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Gradients]:
         fed = gradients(batch)
-        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
-        arguments = torch.from_numpy(batch.values).to(device), torch.from_numpy(batch.offsets).to(device), weights
-        return arguments, Gradients(fed.joint.to(device), tuple(part.to(device) for part in fed.parts))
+        return input_of(batch, device)[:3], Gradients(
+            fed.joint.to(device), tuple(part.to(device) for part in fed.parts)
+        )
 
     def run(prepared: tuple[tuple[Tensor, Tensor, Tensor | None], Gradients]) -> None:
         arguments, fed = prepared

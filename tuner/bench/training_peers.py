@@ -8,30 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embforge.codegen.layout import layout_of
+from embforge.codegen.poolings import Shape
 from embforge.codegen.spec import CollectionSpec
-from embforge.tuner.measure.paired import measure
 from embforge.tuner.bench.peers import (
-    FBGEMM_POOLINGS,
     PEERS,
     TRIAL_SECONDS,
     PeerUnavailableError,
     check_fbgemm,
     check_torch,
-    fbgemm_parts,
-    fbgemm_place,
-    fill_table,
+    fbgemm_arguments,
+    fbgemm_training_module,
     filled_rows,
-    sparse_type,
     torch_arguments,
-    torch_padding,
+    torch_module,
 )
 from embforge.tuner.bench.training_rules import ADAM_EPS, BETAS, EPS, LR, Gradients, Trainee, gradients_of
+from embforge.tuner.measure.paired import measure
 from embforge.tuner.workload.workload import Batch
 
 DENSE_BYTES = 64 << 20
@@ -58,8 +55,10 @@ def torch_training_peer(spec: CollectionSpec, rule: str, batches: Sequence[Batch
     """One nn.EmbeddingBag(sparse=True) a feature and one torch.optim; small tables maybe with dense gradients."""
     check_torch(spec)
     for feature in spec.features:
-        if feature.pooling == "max":
-            raise PeerUnavailableError(f"feature {feature.name!r}: nn.EmbeddingBag has no sparse gradients for 'max'")
+        if feature.kind.selects:
+            raise PeerUnavailableError(
+                f"feature {feature.name!r}: nn.EmbeddingBag has no sparse gradients for {feature.pooling!r}"
+            )
     sparse = _torch_trainee(spec, rule, device, sparse=True)
     total = sum(t.table.num_embeddings * t.row_bytes for t in layout_of(spec).tables)
     if rule == "adam" or total > DENSE_BYTES:  # torch's dense Adam also moves rows that do not occur
@@ -79,33 +78,16 @@ def fbgemm_training_peer(spec: CollectionSpec, rule: str, device: str = "cpu") -
     order = [f.table_index for f in layout_of(spec).features]
     if order != sorted(order):  # measured: shared tables get a wrong Adagrad, row-wise Adagrad raises
         raise PeerUnavailableError("FBGEMM's CPU backward needs features in the order of their tables")
-    api = fbgemm_parts()
-    location, compute = fbgemm_place(api, device)
-    module = api["SplitTableBatchedEmbeddingBagsCodegen"](
-        [(t.num_embeddings, t.embedding_dim, location, compute) for t in spec.tables],
-        feature_table_map=order,
-        optimizer=api["EmbOptimType"][rules[rule]],
-        learning_rate=LR,
-        eps=ADAM_EPS if rule == "adam" else EPS,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        weights_precision=sparse_type(api, spec.tables[0].dtype),
-        output_dtype=sparse_type(api, spec.output_dtype),
-        pooling_mode=api["PoolingMode"][FBGEMM_POOLINGS[spec.features[0].pooling]],
-        bounds_check_mode=api["BoundsCheckMode"].NONE,
-        stochastic_rounding=False,
-    )
+    numbers = {"learning_rate": LR, "eps": ADAM_EPS if rule == "adam" else EPS, "beta1": BETAS[0], "beta2": BETAS[1]}
+    module = fbgemm_training_module(spec, device, rules[rule], **numbers, stochastic_rounding=False)
     tables: list[Tensor] = [rows.detach() for rows in module.split_embedding_weights()]
-    for index, rows in enumerate(tables):
-        fill_table(rows, index)
-    gradients, sequence = gradients_of(spec), spec.features[0].pooling == "none"
+    gradients, sequence = gradients_of(spec), spec.features[0].kind.shape is Shape.SEQUENCE
     weighted = spec.features[0].weighted
 
     def prepare(batch: Batch) -> tuple[tuple[Tensor, ...], Tensor]:
-        arrays = [batch.values, batch.offsets, *([batch.weights] if weighted and batch.weights is not None else [])]
         fed = gradients(batch)
         gradient = torch.cat(fed.parts) if sequence else fed.joint
-        return tuple(torch.from_numpy(a).to(device) for a in arrays), gradient.to(device)
+        return fbgemm_arguments(batch, weighted, device), gradient.to(device)
 
     def run(prepared: tuple[tuple[Tensor, ...], Tensor]) -> None:
         arguments, gradient = prepared
@@ -119,17 +101,12 @@ def _torch_trainee(spec: CollectionSpec, rule: str, device: str, *, sparse: bool
     weights = {t.name: nn.Parameter(filled_rows(spec, index, device)) for index, t in enumerate(spec.tables)}
     modules: list[nn.Module] = []
     for feature in spec.features:
-        padding = torch_padding(feature, len(weights[feature.table]))
-        options: dict[str, Any] = {"sparse": sparse, "freeze": False, "padding_idx": padding}
-        if feature.pooling == "none":
-            modules.append(nn.Embedding.from_pretrained(weights[feature.table], **options))
-        else:
-            modules.append(nn.EmbeddingBag.from_pretrained(weights[feature.table], mode=feature.pooling, **options))
+        modules.append(torch_module(feature, weights[feature.table], sparse=sparse, freeze=False))
         modules[-1].weight = weights[feature.table]  # the same Parameter for features that share a table
     # torch's fastest optimizers; they take no sparse gradients, and its fused SGD gets narrow tables wrong (measured).
     fused = not sparse and all(t.dtype == "fp32" for t in spec.tables)
     optimizer, formula = _torch_optimizer(rule, list(weights.values()), fused=fused)
-    pooled = all(f.pooling != "none" for f in spec.features)
+    pooled = all(f.kind.pooled for f in spec.features)
     gradients = gradients_of(spec)
 
     def prepare(batch: Batch) -> Calls:

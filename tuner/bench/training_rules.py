@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embforge.codegen.dtypes import FLOATS, TABLE_DTYPES
 from embforge.codegen.layout import layout_of
+from embforge.codegen.poolings import Shape
 from embforge.codegen.spec import CollectionSpec
 from embforge.launch.reference.forward import lookup
+from embforge.number_formats import torch_dtype
 from embforge.tuner.bench.update_limit import distinct_rows
 from embforge.tuner.workload.workload import Batch, Ints
 
@@ -29,10 +32,10 @@ ADAM_EPS = 0.03
 """Large, so that a rule which divides by |g| does not turn the rounding of a gradient near zero into another sign."""
 BETAS = (0.9, 0.999)
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float8_e4m3fn: 0.26}
+TOLERANCE = {torch_dtype(name): max(2e-5, 2.08 * FLOATS[name].resolution) for name in TABLE_DTYPES}
 """How far a row may be from its formula, relative to the largest number and times the root of the row's occurrences:
 some libraries round to the table's type after each. Two roundings of a row are allowed, be they stochastic. But for
-fp8's, they are well below what a step moves a row by (about `LR`)."""
+formats of 8 bits, they are well below what a step moves a row by (about `LR`)."""
 
 States = list[Tensor]
 Formula = Callable[[Tensor, Tensor, States, int], Tensor]
@@ -132,7 +135,7 @@ def expected_rows(
             plain, ids, offsets, weights, leaves, bounds_check="zero", accumulate_dtype=torch.float64
         )
         fed = gradients(batch)
-        flat = [p.flatten() for p, f in zip(fed.parts, spec.features, strict=True) if f.pooling == "none"]
+        flat = [p.flatten() for p, f in zip(fed.parts, spec.features, strict=True) if f.kind.shape is Shape.SEQUENCE]
         incoming = torch.cat([torch.empty(0), *flat]).double()
         ((pooled * fed.joint.double()).sum() + (sequence * incoming).sum()).backward()
         for table, leaf in enumerate(leaves):

@@ -1,7 +1,7 @@
 """The machine's update limit: how fast the rows that a training step changes can be read and written back at all.
 
-`templates/cpu/limits/update_limit.cpp.j2` adds a constant to every distinct row of a batch, once. The constant is 0, so that
-the tables of the module under test stay as they are; neither the compiler nor the processor knows.
+`templates/cpu/limits/update_limit.cpp.j2` adds a constant to every distinct row of a batch, once. The constant is 0, so
+that the tables of the module under test stay as they are; neither the compiler nor the processor knows.
 """
 
 from __future__ import annotations

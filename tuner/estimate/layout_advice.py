@@ -13,10 +13,8 @@ from math import gcd
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, TableLayout, layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.tuner.search.targets import TUNINGS
 
-UNIT = {"cpu": 64, "cuda": 32, "simt": 32}
-"""Bytes that memory moves at least, by target."""
-UNIT_NAME = {"cpu": "cache lines", "cuda": "sectors", "simt": "sectors"}
 LEAST_SAVED = 0.05
 """Share of the moved bytes below which no advice is given."""
 
@@ -48,7 +46,7 @@ class Advice:
         return (
             f"layout, by arithmetic and not measured: "
             f"table {self.table!r}: rows of {self.row_bytes} bytes, {self.stride_bytes} apart, lie across "
-            f"{UNIT_NAME[self.target]} so that reading one moves {self.moved:.4g} bytes in the mean; with "
+            f"{TUNINGS[self.target].unit_name} so that reading one moves {self.moved:.4g} bytes in the mean; with "
             f"embedding_dim={self.better_dim} instead of {self.dim} it would move {self.better_moved:.4g} "
             f"({self.saved:.0%} less), the table would take {self.better_table_bytes / self.table_bytes:.2f} times the "
             f"memory and its features {self.better_dim - self.dim} more columns. Rows are laid out when a module is "
@@ -71,7 +69,7 @@ def mean_moved(row_bytes: int, stride_bytes: int, unit: int) -> Fraction:
 
 def _advice_on(placed: TableLayout, target: str) -> Advice | None:
     """What moves the fewest bytes, among those what takes the least memory, and of its row all that is paid for."""
-    unit, table = UNIT[target], placed.table
+    unit, table = TUNINGS[target].unit_bytes, placed.table
     size = DTYPES[table.dtype].bytes
     most = -(-placed.row_bytes // unit) * unit // size
     candidates = [placed, *(_placed(table, dim) for dim in range(table.embedding_dim + 1, most + 1))]

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from embforge.verify.cases import draw_tables
 from embforge.codegen.layout import layout_of
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.verify.counting import count_lookup
 from embforge.inputs import Batch
-from embforge.verify.probes import shrunk
 from embforge.tuner.workload.workload import Workload, make_batch
+from embforge.verify.cases import draw_tables
+from embforge.verify.counting import count_lookup
+from embforge.verify.probes import shrunk
 
 MOST_ROWS, MOST_TABLE_BYTES = 20_000, 1 << 24
 """Of a table, at most: enough that lanes of a warp seldom ask for the same row."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embforge.codegen.cache import write_atomically
-from embforge.codegen.reading.documents import read_json
 from embforge.codegen.params import Params, params_from
+from embforge.codegen.reading.documents import read_json
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.shape import rule_named, shape_of

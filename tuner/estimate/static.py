@@ -21,9 +21,9 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.hardware import any_gpu
-from embforge.tuner.search.constraints import Context
 from embforge.tuner.estimate.estimate import Demand, cost, demand_of, promised_flight, read_flight
 from embforge.tuner.estimate.sectors import sector_counter
+from embforge.tuner.search.constraints import Context
 from embforge.tuner.search.space import Space, alike, covering_points, resource_problem, space_of
 from embforge.tuner.workload.workload import GRAMMAR, Workload, make_batch
 

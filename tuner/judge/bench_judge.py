@@ -21,6 +21,7 @@ from embforge.codegen.layout import layout_of
 from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
 from embforge.codegen.plans import keeps_for_backward
+from embforge.codegen.target import target_named
 from embforge.tuner.judge.builder import summary
 from embforge.tuner.judge.judge import Cache
 from embforge.tuner.judge.ledger import STARTING, TIMING, VERIFYING, WAITING
@@ -45,20 +46,20 @@ from embforge.tuner.judge.process import Helper, HelperDiedError
 from embforge.tuner.measure.quiet import Usage
 
 CALL_SECONDS = 10.0
-"""A kernel may take this long for a call, or `TIMES_THE_ANCHOR` as long as the anchor does, whichever is more."""
+"""Seconds that a kernel's call may take, or `TIMES_THE_ANCHOR` times as long as the anchor's, whichever is more."""
 TIMES_THE_ANCHOR = 100.0
 START_SECONDS = 600.0
-"""For a step of the worker's own, such as filling the tables."""
+"""Seconds that a step of the worker itself may take, such as filling the tables."""
 LOOK_SECONDS = 0.5
-"""How often the board is looked at."""
+"""How often the board is read."""
 LOCK_SECONDS = 120.0
-"""If others hold the timing lock for longer, times are taken without it."""
+"""If other processes hold the timing lock for longer than this, times are taken without it."""
 MEMORY_SHARE = 0.9
-"""Of the memory that the system could give, for tables."""
+"""The share of the available memory that tables may take."""
 
 
 class JudgeError(EmbforgeError, RuntimeError):
-    """Nothing can be measured here, whatever the candidate. Names what is missing or what broke, and the remedy."""
+    """No candidate can be measured here. The message says what is missing or what broke, and the remedy."""
 
 
 class BenchJudge:
@@ -108,7 +109,7 @@ class BenchJudge:
         return self._others
 
     def wait_until_ready(self) -> None:
-        """Until the worker can take a question. `JudgeError` if it never will."""
+        """Waits until the worker is ready. `JudgeError` if it cannot get ready."""
         if self._ready:
             return
         with self._counted(STARTING):
@@ -133,10 +134,10 @@ class BenchJudge:
     def rounds(
         self, plans: Sequence[Plan], workload: str, count: int, *, seed: int, cache: Cache = "warm"
     ) -> list[tuple[float, ...]] | dict[int, Outcome]:
-        """Interleaved rounds, as `Judge` says.
+        """Times interleaved rounds, as `Judge` describes.
 
-        Who races may win, and then its params go into other kernels too: the first time that a plan races, it is
-        verified again, with its `companions`, which are built for it.
+        A plan that races may win, and then other kernels of modules get its params, too: so the first time that a plan
+        races, it is verified again together with its `companions`, which are built for it.
         """
         if workload not in self.workloads:
             raise ValueError(f"workload {workload!r} is not one of the judge's: {', '.join(self.workloads)}")
@@ -161,7 +162,7 @@ class BenchJudge:
         self.close()
 
     def _start(self) -> None:
-        """Sets a worker on its way: it makes its tables while we see to the kernels that it needs."""
+        """Starts a worker, which makes its tables while the kernels that it needs are built."""
         self._ready = False
         self._board.write("starting", patience=True)
         with self._counted(STARTING):
@@ -178,7 +179,7 @@ class BenchJudge:
                 raise
 
     def _verify_whole(self, plans: Sequence[Plan]) -> dict[Plan, Outcome]:
-        """What is wrong with plans or their companions, of those plans that were not verified with them yet."""
+        """The failures of plans or of their companions, for plans that were not verified with them yet."""
         new = {plan: [plan, *companions(plan)] for plan in plans if plan.text not in self._whole}
         unbuilt = _unbuilt([part for parts in new.values() for part in parts])
         failed: dict[Plan, Outcome] = {}
@@ -198,7 +199,7 @@ class BenchJudge:
         return None
 
     def _ask(self, request: Request) -> Any:
-        """The worker's answer, or what became of the candidate instead; then there is a fresh worker."""
+        """The worker's reply, or the candidate's failure; after a failure there is a new worker."""
         self.wait_until_ready()
         with self._counted(VERIFYING):
             answer = self._answer(request)
@@ -209,14 +210,14 @@ class BenchJudge:
                 with self._counted(TIMING):
                     window.enter_context(self._quiet())
                     answer = self._answer(GoOn())
-        if isinstance(answer, Failure):  # whatever the candidate did may have left its marks in the worker
+        if isinstance(answer, Failure):  # the candidate may have damaged the worker's memory
             self._failed_place = self._board.read().plan
             self._worker.kill()
             self._start()
         return answer
 
     def _answer(self, message: Request | None = None) -> Any:
-        """The worker's next message, or the failure that kept it from sending one."""
+        """The worker's next message, or the failure that prevented it."""
         try:
             if message is not None:
                 self._worker.send(message)
@@ -230,7 +231,7 @@ class BenchJudge:
         return answer
 
     def _next_message(self) -> Any:
-        """Waits as long as the board shows that the worker goes on."""
+        """Waits as long as the board shows that the worker makes progress."""
         notice, begun = self._board.read(), time.monotonic()
         while True:
             try:
@@ -247,7 +248,7 @@ class BenchJudge:
                 return TimedOut(f"not done within {limit:g} s while {notice.doing}")
 
     def _broken(self, why: str) -> JudgeError:
-        """After the worker failed in what is no candidate's doing."""
+        """The error after a failure of the worker that is not a candidate's fault."""
         self.close()
         return JudgeError(
             f"the worker that measures plans like {self._anchor.uri} broke while {self._board.read().doing}: {why}\n"
@@ -257,15 +258,22 @@ class BenchJudge:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other tuner of this user times on this machine's cores, or on the same GPU, meanwhile."""
-        device = "cpu" if self._anchor.target == "cpu" else f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+        """Keeps other tuners of this user from timing on this machine's cores, or on the same GPU, at the same time."""
+        on_gpu = target_named(self._anchor.target).needs_gpu
+        device = f"cuda-{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}" if on_gpu else "cpu"
         folder = cache_dir()
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"timing-{re.sub(r'[^A-Za-z0-9]+', '_', device)}.lock")
         try:
             lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.01)
-        except (Timeout, OSError, NotImplementedError) as error:  # held, or a folder where nothing can be locked
-            warnings.warn(f"times are taken without {lock.lock_file}, so maybe beside others': {error}", stacklevel=2)
+        except (
+            Timeout,
+            OSError,
+            NotImplementedError,
+        ) as error:  # the lock is held, or the folder does not support locks
+            warnings.warn(
+                f"times are taken without {lock.lock_file}, so maybe at the same time as others': {error}", stacklevel=2
+            )
         try:
             yield
         finally:
@@ -281,7 +289,7 @@ class BenchJudge:
 
 
 def companions(plan: Plan) -> list[Plan]:
-    """Other kernels of a module that get the plan's params too."""
+    """The other kernels of a module that get the plan's params, too."""
     if plan.op == "forward" and keeps_for_backward(plan.spec):
         return [_with_op(plan, "forward_train")]
     if plan.op in ("backward", "reduce") and any(feature.weighted for feature in plan.spec.features):
@@ -294,7 +302,7 @@ def _with_op(plan: Plan, op: str) -> Plan:
 
 
 def _train_plan(plan: Plan) -> Plan | None:
-    """The forward that keeps what a backward by this plan needs, if there is such a thing."""
+    """The forward that keeps what a backward by this plan needs; None if it needs nothing."""
     if plan.op.startswith("forward") or not keeps_for_backward(plan.spec):
         return None
     params = params_type(plan.target)()
@@ -302,7 +310,7 @@ def _train_plan(plan: Plan) -> Plan | None:
 
 
 def _unbuilt(plans: Sequence[Plan]) -> dict[Plan, Outcome]:
-    """Builds those that nobody has built yet. Which could not be, and why."""
+    """Builds plans that are not built yet; returns those that could not be built, and why."""
     try:
         build_many(plans)
     except CompileError:
@@ -319,10 +327,10 @@ def _compile_failure(plan: Plan) -> CompileFailed | None:
 
 
 def _check_memory(plan: Plan) -> None:
-    """`JudgeError` if the tables are larger than what the system has. Says nothing where it does not tell."""
+    """Raises `JudgeError` if the tables are larger than the available memory; does nothing if that is not known."""
     layout = layout_of(plan.spec, plan.update)
     needed = sum(t.table.num_embeddings * (t.stride_bytes + t.state_stride_bytes) for t in layout.tables)
-    available = _available_bytes() if plan.target == "cpu" else None
+    available = None if target_named(plan.target).needs_gpu else _available_bytes()
     if available is not None and needed > MEMORY_SHARE * available:
         raise JudgeError(
             f"tables of {needed} bytes do not fit into the {available} bytes of memory that are available; free some, "

@@ -1,4 +1,4 @@
-"""Compiles candidates ahead of their measurement, in processes that stand still while something is timed."""
+"""Compiles candidates ahead of their measurement, in processes that are paused while something is timed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from multiprocessing.connection import Connection
 from embforge.codegen.build import Built, build
 from embforge.codegen.errors import CompileError, EmbforgeError, PlanError
 from embforge.codegen.plan import Plan
+from embforge.codegen.target import target_named
 from embforge.tuner.judge.outcome import CompileFailed, Invalid
 from embforge.tuner.judge.process import Helper, HelperDiedError
 
 COMPILE_SECONDS = 300.0
-"""A compilation that has run this long, pauses not counted, is given up."""
+"""A compilation that has run for this many seconds, without pauses, is stopped."""
 LOOK_SECONDS = 1.0
-"""How often that time is looked at: it stands still during pauses, while a wait goes on."""
+"""How often that time is checked, because it does not run during pauses but a wait does."""
 
-BuildResult = Built | CompileFailed | Invalid
+BuildResult = Built[Plan] | CompileFailed | Invalid
 
 
 class Builder:
-    """Builds plans in `workers` processes, each with a thread here that hands it one plan after another.
+    """Builds plans in `workers` processes. A thread for each of them sends it one plan after another.
 
-    `submit` as many as you like; `done` gives results as they come. What fails of a plan is a result. What concerns no
-    plan, such as a machine without a compiler, `done` raises.
+    Any number of plans can be submitted; `done` returns results as they come. A plan that cannot be built is a result,
+    too. Problems that concern no single plan, such as a machine without a compiler, are raised by `done`.
     """
 
     def __init__(
@@ -43,22 +44,22 @@ class Builder:
         self._results: queue.SimpleQueue[tuple[Plan, BuildResult] | Exception] = queue.SimpleQueue()
         self._pausable, self._limit = pausable, limit
         self._clock = _Clock(clock)
-        self._lock = threading.Lock()  # over helpers and whether they are paused
+        self._lock = threading.Lock()  # guards the helpers, and whether they are paused
         self._helpers: set[Helper] = set()
         self._paused = self._closed = False
-        self._scratch = tempfile.TemporaryDirectory(prefix="embforge-builder-")  # what killed compilers leave behind
+        self._scratch = tempfile.TemporaryDirectory(prefix="embforge-builder-")  # temporary files of killed compilers
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, plan: Plan) -> None:
-        """Has the plan built as soon as somebody is free."""
+        """Queues a plan, which is built as soon as a worker is free."""
         self._plans.put(plan)
 
     def done(self, timeout: float | None = None) -> tuple[Plan, BuildResult] | None:
-        """The next plan that was built or could not be; None if there is none within `timeout` seconds.
+        """The next plan that was built or could not be built; None if there is none within `timeout` seconds.
 
-        Raises what is not the plan's fault, as `ToolchainError` or a full disk.
+        It raises problems that are not the plan's fault, such as `ToolchainError` or a full disk.
         """
         try:
             found = self._results.get(timeout=timeout)
@@ -70,7 +71,7 @@ class Builder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops all compilers for a while, if the builder is pausable. Not to be nested."""
+        """Pauses all compilers within the `with` block, if the builder is pausable. It cannot be nested."""
         if self._pausable:
             self._pause(True)
         try:
@@ -80,7 +81,7 @@ class Builder:
                 self._pause(False)
 
     def close(self) -> None:
-        """Kills what is being built, forgets what was not begun. May be called again."""
+        """Kills running builds and drops queued ones. May be called again."""
         with self._lock:
             self._closed = True
             for helper in self._helpers:
@@ -108,7 +109,7 @@ class Builder:
         self._clock.pause(wanted)
 
     def _work(self) -> None:
-        """A thread: hands its helper one plan after another, and has a new one if that died."""
+        """The loop of a thread: sends its helper one plan after another, and starts a new helper if that one died."""
         helper: Helper | None = None
         while (plan := self._plans.get()) is not None and not self._closed:
             try:
@@ -158,7 +159,7 @@ class Builder:
 
 
 def serve(connection: Connection) -> None:
-    """The helper's side: builds plans by their texts, until it is killed. Never imports torch."""
+    """Runs in the helper: builds plans from their texts until it is killed. It never imports torch."""
     while True:
         connection.send(_result(Plan.from_text(connection.recv())))
 
@@ -167,13 +168,13 @@ def _result(plan: Plan) -> BuildResult | Exception:
     from embforge.tuner.search.space import resource_problem
 
     try:
-        built = build(plan, resources=plan.target == "cuda")
+        built = build(plan, resources=target_named(plan.target).needs_gpu)
         problem = resource_problem(plan, built.resources)
     except CompileError as error:
         return CompileFailed(summary(str(error)))
     except PlanError as error:
         return Invalid(str(error))
-    except (EmbforgeError, OSError) as error:  # a missing compiler, a full disk: any other plan would meet it too
+    except (EmbforgeError, OSError) as error:  # e.g. a missing compiler or a full disk, which would fail every plan
         return error
     return built if problem is None else Invalid(problem)
 
@@ -189,7 +190,7 @@ def summary(text: str) -> str:
 
 
 class _Clock:
-    """Seconds of another clock since this one was made, pauses not counted."""
+    """A clock that can be paused: seconds of another clock since it was made, without pauses."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Tables of a spec with what it takes to train them, and the arguments that kernels of any op are called with."""
+"""Tables of a spec with their optimizer states and numbers, and the arguments of calls of kernels of any op."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from embforge import optim
-from embforge.verify.cases import draw_tables
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.params import ReferenceParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.plans import name_of
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.plans import name_of
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, load_kernel
 from embforge.launch.metadata import metadata_of
-from embforge.storage.static import StaticTable
+from embforge.storage.table import Table, new_table
 from embforge.training.calls import Storage
 from embforge.training.numbers import Numbers
 from embforge.tuner.bench.peers import fill_table
+from embforge.verify.cases import draw_tables
 from embforge.verify.training import ANY_NUMBER, optimizer_named
 
 LR = 0.05
@@ -39,8 +39,8 @@ class Arena:
 
     spec: CollectionSpec
     update: Update | None
-    holders: tuple[StaticTable, ...]
-    """A table of the spec each; its `weight` and `states()` are live."""
+    holders: tuple[Table, ...]
+    """One entry per table of the spec; its `weight` and `states()` are live."""
     hyper: Tensor
     counters: Tensor
 
@@ -57,7 +57,7 @@ class Arena:
         return [holder.weight for holder in self.holders]
 
     def arguments(self, op: str, batch: Batch, gradients: Gradients | None, bounds_check: str = "error") -> Any:
-        """What a kernel of that op is called with."""
+        """The arguments of a call of that op's kernels."""
         tables = self.tables
         if op.startswith("forward"):
             return metadata_of(tables, bounds_check), tables, batch, sequence_size(self.layout, batch), bounds_check
@@ -75,15 +75,15 @@ class Arena:
 
 
 def filled_arena(spec: CollectionSpec, update: Update | None, device: torch.device) -> Arena:
-    """Tables of full size, with the rows that benchmarks have."""
+    """Tables of full size, with the same rows as in benchmarks."""
     return _arena(spec, update, device, lambda table, index: fill_table(table.weight, index))
 
 
 def drawn_arena(spec: CollectionSpec, update: Update | None, device: torch.device, seed: int, special: bool) -> Arena:
-    """Tables with random rows, `special` numbers among them if wanted; between rows stands what nobody may read."""
+    """Tables with random rows, `special` among them if requested; padding has numbers that no kernel may read."""
     rows = draw_tables(spec, seed, special, device)
 
-    def fill(table: StaticTable, index: int) -> None:
+    def fill(table: Table, index: int) -> None:
         table.block.view(torch.uint8).fill_(0xFF)
         table.weight.copy_(rows[index])
 
@@ -93,7 +93,7 @@ def drawn_arena(spec: CollectionSpec, update: Update | None, device: torch.devic
 def gradients_for(arena: Arena, batch: Batch, train: Any) -> Gradients:
     """Gradients for a backward of the batch, which depend on its shape alone.
 
-    `train`: a kernel of the forward before a backward, for what only that knows; None where it keeps nothing.
+    `train` is a kernel of the forward that runs before a backward and keeps what that needs; None if it keeps nothing.
     """
     layout = arena.layout
     noise = partial(_noise, getattr(torch, DTYPES[arena.spec.output_dtype].torch_name), arena.device)
@@ -104,13 +104,13 @@ def gradients_for(arena: Arena, batch: Batch, train: Any) -> Gradients:
 
 @lru_cache(maxsize=4)
 def _noise(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    """Equal shapes share their numbers: batches of one workload would else take much memory."""
+    """Gradients of equal shape share their numbers, because those of all batches would take much memory."""
     generator = torch.Generator().manual_seed(GRADIENT_SEED)
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def sequence_size(layout: CollectionLayout, batch: Batch) -> int:
-    """Numbers in the flat sequence output of a batch."""
+    """How many numbers the flat sequence output of a batch has."""
     if not batch.batch or not layout.sequence_features:
         return 0
     borders = batch.offsets[:: batch.batch].tolist()
@@ -118,7 +118,7 @@ def sequence_size(layout: CollectionLayout, batch: Batch) -> int:
 
 
 def optimizer_of(update: Update) -> optim.Optimizer:
-    """An optimizer that has the update, with usual numbers if its rule is a built-in one, else with any."""
+    """An optimizer with this update: with the usual numbers of a built-in rule, otherwise with arbitrary ones."""
     name = name_of(update)
     if name is not None and (named := optimizer_named(name)) is not None:
         return named
@@ -128,13 +128,13 @@ def optimizer_of(update: Update) -> optim.Optimizer:
 
 
 def _arena(
-    spec: CollectionSpec, update: Update | None, device: torch.device, fill: Callable[[StaticTable, int], None]
+    spec: CollectionSpec, update: Update | None, device: torch.device, fill: Callable[[Table, int], None]
 ) -> Arena:
     optimizer = None if update is None else optimizer_of(update)
     initial = {} if optimizer is None else optimizer.initial_states
     holders = []
     for index, placed in enumerate(layout_of(spec, update).tables):
-        table = StaticTable(placed, device, fused=True, initial=initial)
+        table = new_table(placed.table, placed, device, initial=initial)
         fill(table, index)
         for name, state in table.states().items():
             state.fill_(table.initial.get(name, 0.0))

@@ -1,4 +1,4 @@
-"""Who says how fast a plan is. The study asks a judge and does not know whether it measures, replays or estimates."""
+"""The interface that says how fast a plan is. A study does not know whether its judge measures or replays."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Cache = Literal["warm", "cold"]
 class Judge(Protocol):
     """Answers about built plans of one op, target and spec, on the workloads it was made with.
 
-    No candidate can make a call raise: a crash, a hang or a wrong answer is an outcome. What raises is what concerns
-    no candidate, such as a machine without memory for the tables.
+    No candidate can make a call raise: a crash, a hang or a wrong answer is an outcome. Only problems that concern no
+    single candidate raise, such as a machine without memory for the tables.
     """
 
     @property
     def workloads(self) -> tuple[str, ...]:
-        """Each workload's one-string description."""
+        """The description of each workload, as one string."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Wall time that its callers have waited so far, by phase: starting, verifying, timing."""
+        """Seconds of wall time that callers have waited so far, by phase: starting, verifying, timing."""
 
     @property
     def clocks(self) -> Mapping[str, int | None]:
-        """Clock rates at the end of the last rounds, in MHz by name; empty before, None: nobody tells."""
+        """Clock rates at the end of the last rounds, in MHz by name; empty before the first, None if not known."""
 
     @property
     def others(self) -> Usage | None:
-        """What other processes took of the CPUs during the last rounds; None: not known, or it does not matter."""
+        """How much CPU time other processes used during the last rounds; None if it is not known or does not matter."""
 
     def screen(self, plan: Plan) -> Outcome:
         """Verifies the plan against the reference, then times it in a few rounds paired with the anchor plan."""
@@ -42,9 +42,9 @@ class Judge(Protocol):
     def rounds(
         self, plans: Sequence[Plan], workload: str, count: int, *, seed: int, cache: Cache = "warm"
     ) -> list[tuple[float, ...]] | dict[int, Outcome]:
-        """`count` interleaved rounds, each in a shuffled order: seconds a call, `[round][plan]`.
+        """Times `count` interleaved rounds, each in a shuffled order; returns seconds per call, `[round][plan]`.
 
-        A plan may stand in the list twice. If a plan fails now, the outcome of that plan by its position instead.
+        A plan may be in the list twice. If a plan fails, the result is that plan's outcome by its position instead.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's wall time went: every moment belongs to one phase, and what belongs to none is bookkeeping."""
+"""An account of a run's wall time: every moment belongs to one phase, and to bookkeeping if to no other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 STARTING, COMPILING, VERIFYING, TIMING, RACING = "starting", "compiling", "verifying", "timing", "racing"
 WAITING, BOOKKEEPING = "waiting", "bookkeeping"
 PHASES = (STARTING, COMPILING, VERIFYING, TIMING, RACING, WAITING, BOOKKEEPING)
-"""Waiting is for another tuner on this machine that times something."""
+"""The phases. "Waiting" is the time for which another tuner on this machine times something."""
 WORK = (COMPILING, VERIFYING, TIMING, RACING)
-"""What a budget is given for."""
+"""The phases for which a budget is spent."""
 
 
 class Ledger:
-    """Seconds by phase, since it was made."""
+    """Counts seconds by phase, from the moment at which it was made."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -23,7 +23,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to this phase. Not to be nested."""
+        """Counts the time inside the `with` block for this phase. It cannot be nested."""
         start = time.monotonic()
         try:
             yield
@@ -31,7 +31,7 @@ class Ledger:
             self.add(name, time.monotonic() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Time that was measured elsewhere, in this process's waiting."""
+        """Adds time that was measured elsewhere, while this process waited."""
         self._spent[name] += seconds
 
     @property
@@ -40,10 +40,10 @@ class Ledger:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By phase; together they are `elapsed`."""
+        """Seconds by phase; their sum is `elapsed`."""
         return self._spent | {BOOKKEEPING: max(0.0, self.elapsed - sum(self._spent.values()))}
 
 
 def work_share(seconds: Mapping[str, float]) -> float:
-    """The part of the time that went into compiling and measuring."""
+    """The share of the time that was spent on compiling and measuring."""
     return sum(seconds.get(phase, 0.0) for phase in WORK) / max(sum(seconds.values()), 1e-9)

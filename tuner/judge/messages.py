@@ -1,4 +1,4 @@
-"""What a judge and its worker tell each other. Imports no torch, which only the worker needs."""
+"""The messages between a judge and its worker. It does not import torch, which only the worker needs."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from embforge.tuner.measure.quiet import Usage
 
 @dataclass(frozen=True)
 class Setup:
-    """What candidates are measured on. All else is in the anchor's plan: op, target, spec, dtype of ids, update."""
+    """Workloads and settings of measurements. The anchor's plan has op, target, spec, dtype of ids and update."""
 
     anchor: str
     """The canonical text of the plan that every candidate is compared with."""
     workloads: tuple[str, ...]
     seed: int = 0
     cache: Cache = "warm"
-    """Of screenings; rounds say it themselves."""
+    """The state of caches in screenings; requests for rounds have their own."""
     threads: int | None = None
-    """torch's; None: as many as it takes by itself."""
+    """The number of torch's threads; None: torch's default."""
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """The first request: make tables, batches and right answers. No answer."""
+    """The first request: make tables, batches and right answers. It has no reply."""
 
     setup: Setup
     board: str
-    """The file of the `Board`."""
+    """The path of the `Board`."""
 
 
 @dataclass(frozen=True)
 class TakeAnchor:
-    """The second: all kernels are built that the worker needs, so it can begin. Answered by `Ready` or a failure."""
+    """The second request: the worker's kernels are built, so it can begin. The reply is `Ready` or a failure."""
 
     train: str | None
-    """The plan of the forward before the op, if that must keep something for it."""
+    """The plan of the forward that runs before a backward, if the backward needs something that it keeps."""
 
 
 @dataclass(frozen=True)
 class Ready:
     seconds: float
-    """Of the anchor's slowest call."""
+    """Seconds of the anchor's slowest call."""
 
 
 @dataclass(frozen=True)
 class Verify:
-    """Answered by `Verified` or a failure."""
+    """A request to verify plans. The reply is `Verified` or a failure."""
 
     plan: str
 
@@ -64,14 +64,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Screen:
-    """Answered by an outcome."""
+    """A request to screen a plan. The reply is an outcome."""
 
     plan: str
 
 
 @dataclass(frozen=True)
 class TakeRounds:
-    """Answered by `Rounds` or a failure."""
+    """A request for rounds of several plans. The reply is `Rounds` or a failure."""
 
     plans: tuple[str, ...]
     workload: str
@@ -85,7 +85,7 @@ class Rounds:
     samples: list[tuple[float, ...]]
     clocks: dict[str, int | None]
     others: Usage | None
-    """What other processes took of the CPUs meanwhile; None: the system does not tell, or a GPU was timed."""
+    """CPU time of other processes during the rounds; None if it is not known, or if a GPU was timed."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class MayITime:
 
 @dataclass(frozen=True)
 class GoOn:
-    """It is quiet now."""
+    """The judge's reply to it: the machine is quiet now."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The worker's last message: it made a mistake that is no candidate's."""
+    """The worker's last message: something failed that is not a candidate's fault."""
 
     traceback: str
 
@@ -109,25 +109,25 @@ Request = Prepare | TakeAnchor | Verify | Screen | TakeRounds | GoOn
 
 
 class Notice(NamedTuple):
-    """What stands on a board."""
+    """The content of a board."""
 
     changes: int
-    """How often it was written to."""
+    """How often the board was written."""
     plan: int
-    """The place among the plans of a request."""
+    """The index of the plan in the request."""
     patience: bool
-    """Whether this is work of the worker's own, which takes as long as it takes, or a candidate's."""
+    """Whether this is the worker's own work, which has a longer time limit, or a candidate's."""
     doing: str
 
 
 class Board:
-    """What the worker is doing, in memory that both sides see, so that it outlives a crash and disturbs no timing."""
+    """A note of what the worker is doing, in shared memory, so that it survives a crash and does not disturb timing."""
 
     BYTES = 1024
     _HEAD = struct.Struct("qqq")
 
     def __init__(self, path: Path) -> None:
-        """Opens the board; makes the file if there is none."""
+        """Opens the board; creates the file if it does not exist."""
         self.path = path
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -137,13 +137,13 @@ class Board:
             os.close(handle)
 
     def write(self, doing: str, plan: int = 0, *, patience: bool = False) -> None:
-        """Puts a new notice up."""
+        """Writes a new notice."""
         room = self.BYTES - self._HEAD.size
         self._memory[self._HEAD.size :] = doing.encode()[:room].ljust(room, b"\0")
         self._HEAD.pack_into(self._memory, 0, self.read().changes + 1, plan, patience)
 
     def go_on(self, plan: int) -> None:
-        """The same notice for that plan: all that may happen while something is timed."""
+        """Changes only the plan of the notice, which is fast enough while something is timed."""
         changes, _, patience = self._HEAD.unpack_from(self._memory, 0)
         self._HEAD.pack_into(self._memory, 0, changes + 1, plan, patience)
 

@@ -1,4 +1,4 @@
-"""What can come of a candidate, as types: a time, or one of five expected failures. None of them is an exception."""
+"""The outcomes of a candidate, as types: a time, or one of five expected failures, which are not exceptions."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Paired:
-    """Samples of one workload, in seconds a call: the candidate's and the anchor's, taken in the same rounds."""
+    """Samples of one workload, in seconds per call, of the candidate and of the anchor, taken in the same rounds."""
 
     candidate: tuple[float, ...]
     anchor: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        """The candidate's time over the anchor's: below 1 is faster."""
+        """The candidate's time divided by the anchor's; below 1 the candidate is faster."""
         return float(np.median(np.asarray(self.candidate) / np.asarray(self.anchor)))
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Verified against the reference, then timed."""
+    """The candidate was verified against the reference, then timed."""
 
     kind: ClassVar[str] = "timed"
     workloads: Mapping[str, Paired]
 
     @property
     def score(self) -> float:
-        """Geometric mean of the workloads' ratios: what the search makes small."""
+        """The geometric mean of the workloads' ratios, which the search minimises."""
         return math.exp(sum(math.log(paired.ratio) for paired in self.workloads.values()) / len(self.workloads))
 
 
 @dataclass(frozen=True)
 class _Failure:
     why: str
-    """What happened, in a sentence that names the candidate's fault: a constraint, a log's first line, a place."""
+    """A sentence that says what went wrong: the constraint, the first line of a log, or the place."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ Outcome = Timed | Failure
 
 FAILURES: dict[str, type[Failure]] = {c.kind: c for c in (Invalid, CompileFailed, LaunchFailed, WrongAnswer, TimedOut)}
 KINDS = (Timed.kind, *FAILURES)
-"""All that can come of a candidate, in the order in which reports list them."""
+"""All kinds of outcomes, in the order in which reports list them."""
 
 
 def to_data(outcome: Outcome) -> dict[str, Any]:
-    """Plain data, all samples included."""
+    """An outcome as plain data, all samples included."""
     return {"kind": outcome.kind} | asdict(outcome)
 
 
 def from_data(data: Mapping[str, Any]) -> Outcome:
-    """The outcome that has this data. `KeyError` for a kind that is not known."""
+    """The outcome of which `to_data` returned this data; `KeyError` for a kind that is not known."""
     if data["kind"] == Timed.kind:
         pairs = {name: Paired(tuple(p["candidate"]), tuple(p["anchor"])) for name, p in data["workloads"].items()}
         return Timed(pairs)

@@ -1,8 +1,8 @@
-"""A helper process: does what may crash, hang or be paused, and never outlives the process that started it.
+"""A helper process, for work that may crash, hang or be paused. It never outlives the process that started it.
 
-Both sides talk over a socket pair. The helper leads a process group of its own, so that Ctrl-C in a terminal is not
-meant for it, and so that it can be paused or killed together with the compilers it runs. What it writes to stdout and
-stderr goes to a file, of which an error shows the end.
+The two processes communicate over a socket pair. The helper leads a process group of its own, so that Ctrl-C in a
+terminal does not reach it, and so that it can be paused or killed together with the compilers that it runs. Its stdout
+and stderr go to a file, of which errors show the end.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 from embforge.codegen.errors import EmbforgeError
 
 LAST_LINES = 6
-"""Of what a dead helper has written, shown in errors."""
+"""The most characters of a dead helper's output that errors show."""
 LAST_BYTES = 4096
 END_SECONDS = 5.0
-"""For a helper whose connection broke to be dead."""
+"""Seconds to wait for a helper to end after its connection broke."""
 PR_SET_PDEATHSIG = 1
 
 ENTER = "from embforge.tuner.judge.process import enter; enter({module!r}, {handle})"
 
 
 class HelperDiedError(EmbforgeError, RuntimeError):
-    """A helper process is gone. `how`: its signal or exit code; the message holds the last lines it wrote."""
+    """A helper process has ended. `how` is its signal or exit code; the message has the last lines of its output."""
 
     def __init__(self, how: str, last_lines: str) -> None:
         super().__init__(f"{how}; it wrote:\n{last_lines}" if last_lines else how)
@@ -68,7 +68,7 @@ class Helper:
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Hands the helper a message. `HelperDiedError` if there is nobody to take it."""
+        """Sends the helper a message; `HelperDiedError` if the helper has ended."""
         self._raise_if_dead()
         try:
             self.connection.send(message)
@@ -76,36 +76,36 @@ class Helper:
             raise self._gone() from None
 
     def receive(self, timeout: float | None = None) -> Any:
-        """The helper's next message. `TimeoutError` if none comes in time, `HelperDiedError` if none can come."""
+        """The helper's next message; `TimeoutError` if none comes in time, `HelperDiedError` if the helper ended."""
         self._raise_if_dead()
         try:
             if self.connection.poll(timeout):
                 return self.connection.recv()
-        except (EOFError, OSError):  # it may die in the middle of a message
+        except (EOFError, OSError):  # the helper may die in the middle of a message
             raise self._gone() from None
         raise TimeoutError(f"no message within {timeout:g} s")
 
     def pause(self) -> None:
-        """Stops the helper and all it runs, until `resume`."""
+        """Pauses the helper and all its processes until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets the helper go on."""
+        """Lets the helper continue."""
         self._signal(signal.SIGCONT)
 
     def interrupt(self) -> None:
-        """Kills the helper and all it runs; for other threads than the one that talks to it, which sees it die."""
+        """Kills the helper and all its processes. For threads other than the one that exchanges messages with it."""
         self._signal(signal.SIGKILL)
 
     def kill(self) -> None:
-        """Ends the helper and all it runs, now. May be called again."""
+        """Ends the helper and all its processes immediately. May be called again."""
         if self._death is None:
             self._signal(signal.SIGKILL)
             self._process.wait()
             self._bury()
 
     def _gone(self) -> HelperDiedError:
-        """After the connection broke: how the helper died."""
+        """The error that says how the helper died, after its connection broke."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         self.kill()
@@ -117,7 +117,7 @@ class Helper:
             raise self._death
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # nobody of the group is left
+        with suppress(ProcessLookupError):  # no process of the group is left
             os.killpg(self._process.pid, number)
 
     def _bury(self) -> None:
@@ -129,31 +129,31 @@ class Helper:
 
 
 def enter(module: str, handle: int) -> None:
-    """The helper's side: runs the module's `serve` until it returns."""
+    """Runs in the helper: calls the module's `serve` until it returns."""
     connection = Connection(handle)
     _die_with_parent(handle)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a candidate's crash is expected; its image helps nobody
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a candidate's crash is expected, so its core dump is of no use
     importlib.import_module(module).serve(connection)
 
 
 def _die_with_parent(handle: int) -> None:
-    """Kills our group as soon as the other end is closed, even while the main thread is in a kernel that hangs.
+    """Kills this process group when the other end is closed, even while the main thread is in a kernel that hangs.
 
-    A group that is paused just then cannot run this, so on Linux the parent's death is told by SIGCONT: it wakes us,
-    and only us. The same signal serves if a copy of the parent's end lives on elsewhere.
+    A group that is paused at that moment cannot run this, so on Linux the parent's death is signalled by SIGCONT, which
+    wakes this process only. The same signal helps if another process still has a copy of the parent's end.
     """
-    parent, watched = os.getppid(), os.dup(handle)  # not closed before the process ends, whatever becomes of `handle`
+    parent, watched = os.getppid(), os.dup(handle)  # not closed before the process ends, even if `handle` is
 
     def kill_group() -> None:
         os.killpg(0, signal.SIGKILL)
 
     def woken(*_: object) -> None:
-        if os.getppid() != parent:  # else it is a pause that ends
+        if os.getppid() != parent:  # otherwise it is a pause that ends
             kill_group()
 
     def watch() -> None:
         hung_up = select.poll()
-        hung_up.register(watched, 0)  # tells of hang-ups only
+        hung_up.register(watched, 0)  # reports hang-ups only
         hung_up.poll()
         kill_group()
 

@@ -1,4 +1,4 @@
-"""What a candidate is asked before it is timed: batches that look for trouble and real ones, with the right answers.
+"""The cases by which a candidate is verified before it is timed: difficult and real batches, with the right answers.
 
 An answer is right if it has the bits of the reference's; one NaN is as good as another.
 """
@@ -13,30 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.plans import keeps_for_backward
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.reference.backward import put_rows
+from embforge.number_formats import as_indexable
 from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
+from embforge.tuner.judge.fixtures import Arena, drawn_arena, gradients_for
+from embforge.verify.cases import Case, draw_batch
 from embforge.verify.probes import FEW_FOR_ALL, FEW_FOR_ONE, FEW_SPECIAL, shrunk
 from embforge.verify.training_run import CASES, bits_of
-from embforge.tuner.judge.fixtures import Arena, drawn_arena, gradients_for
 
 TRAINED_ROWS = 200
-"""Of the small tables that are trained: all of them are compared after every call."""
+"""The most rows of the small tables that are trained, because all rows are compared after every call."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORWARD_RESULTS = ("pooled", "sequence", "divisors", "winners")
 
 Answer = dict[str, Tensor]
-"""Results, and all that a call changed, by names for people."""
+"""Results and everything that a call changed, by names for messages."""
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A call, and what the reference makes of it."""
+    """A call, and the reference's answer to it."""
 
     label: str
     op: str
@@ -45,16 +46,16 @@ class Question:
     gradients: Gradients | None
     bounds_check: str
     rows: tuple[Tensor, ...]
-    """Of each table: the rows that the call may change or that others may have changed; none before a forward."""
+    """For each table, the rows that this call or an earlier one may change; none for a forward."""
     before: Answer
-    """What stands in them when the question is asked."""
+    """The content of these rows before the call."""
     expected: Answer
 
 
 def questions_of(plan: Plan, real: Arena, batches: Mapping[str, Batch], seed: int) -> list[Question]:
-    """The questions for kernels of the plan's op: small tables and odd batches first, then a batch a workload.
+    """The cases for kernels of the plan's op: small tables and difficult batches first, then one batch per workload.
 
-    `batches`: by a workload's name, for the tables `real`.
+    `batches` are those of the tables `real`, by the workload's name.
     """
     asked = [*_odd_questions(plan, real.device, seed)]
     for name, batch in batches.items():
@@ -63,13 +64,13 @@ def questions_of(plan: Plan, real: Arena, batches: Mapping[str, Batch], seed: in
 
 
 def ask(kernel: Any, question: Question) -> Answer:
-    """The kernel's answer; what it forgets to write is no number. What it raises is for the caller."""
+    """The kernel's answer; numbers that it does not write are NaN. Exceptions of the kernel are raised."""
     with _no_leftovers():
         return _called(kernel, question)
 
 
 def difference(layout: CollectionLayout, question: Question, got: Answer) -> str | None:
-    """Where the answer first differs from the right one, what was expected there and what came; None if nowhere."""
+    """The first difference from the right answer: its place, the expected and the actual number; None if equal."""
     for name, want in question.expected.items():
         have = got[name]
         if want.shape != have.shape:
@@ -96,7 +97,9 @@ def _odd_questions(plan: Plan, device: torch.device, seed: int) -> Iterator[Ques
         return
     arena = drawn_arena(shrunk(plan.spec, TRAINED_ROWS), plan.update, device, seed, special=False)
     everything = tuple(torch.arange(table.shape[0], device=device) for table in arena.tables)
-    for number, case in enumerate(CASES):  # each goes on from where the reference's answer to the last one ended
+    for number, case in enumerate(
+        CASES
+    ):  # each continues from the state after the reference's answer to the previous one
         batch = _batch(arena, case, plan.id_dtype, seed + number)
         yield _question(str(case), plan, arena, batch, "zero", everything)
 
@@ -124,7 +127,7 @@ def _called(kernel: Any, question: Question) -> Answer:
 
 @contextmanager
 def _no_leftovers() -> Iterator[None]:
-    """Inside, torch fills all memory that it gives out: else the last kernel's right answer may lie in it."""
+    """Makes torch fill all new memory, which might otherwise still contain the previous kernel's right answer."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -134,12 +137,12 @@ def _no_leftovers() -> Iterator[None]:
 
 
 def _batch(arena: Arena, case: Case, id_dtype: str, seed: int) -> Batch:
-    drawn = draw_batch(arena.spec, replace(case, id_dtype=id_dtype), seed, arena.device)  # type: ignore[arg-type]
+    drawn = draw_batch(arena.spec, replace(case, id_dtype=id_dtype), seed, arena.device)
     return Batch(drawn.values, drawn.offsets, drawn.weights, case.batch, None)
 
 
 def _touched(plan: Plan, arena: Arena, batch: Batch) -> tuple[Tensor, ...]:
-    """The rows that the batch's ids name, a table each."""
+    """For each table, the rows that the batch's ids name."""
     if plan.op.startswith("forward"):
         return ()
     ids: list[list[Tensor]] = [[] for _ in arena.tables]
@@ -150,7 +153,7 @@ def _touched(plan: Plan, arena: Arena, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def _watched(question: Question) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Names, live tensors and the rows of them that are looked at."""
+    """Names, live tensors, and the rows of them that are compared."""
     for holder, rows in zip(question.arena.holders, question.rows, strict=False):  # a forward watches nothing
         name = holder.layout.table.name
         yield f"table {name!r}", holder.weight, rows
@@ -159,7 +162,7 @@ def _watched(question: Question) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _changed(question: Question) -> Answer:
-    """What the watched rows and the counters hold now."""
+    """The present content of the watched rows and the counters."""
     found = {name: _take(live, rows) for name, live, rows in _watched(question)}
     return found | {"counters": question.arena.counters.clone()} if found else found
 
@@ -173,13 +176,11 @@ def _put_back(question: Question) -> None:
 
 
 def _take(live: Tensor, rows: Tensor) -> Tensor:
-    if live.dtype.itemsize > 1:
-        return live[rows]
-    return live.view(torch.uint8)[rows].view(live.dtype)  # torch cannot index formats of one byte
+    return as_indexable(live)[rows].view(live.dtype)
 
 
 def _whole_numbers(tensor: Tensor) -> Tensor:
-    """The bits, in a form that is compared fast."""
+    """The bits of a tensor, in a form that can be compared fast."""
     return tensor.contiguous().view(BITS[tensor.dtype.itemsize])
 
 

@@ -1,6 +1,6 @@
-"""The process in which candidates run: holds tables, batches and right answers, and may crash.
+"""The process in which candidates run. It holds tables, batches and right answers, and may crash.
 
-It never compiles: whoever asks has built the kernels.
+It never compiles: the judge builds kernels before it sends a request.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embforge.backends import device_of
 from embforge.codegen.build import locate
 from embforge.codegen.errors import MissingKernelError
 from embforge.codegen.plan import Plan
+from embforge.codegen.target import target_named
 from embforge.codegen.targets.cpu.geometry import CACHE_LINE
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, load_kernel
-from embforge.tuner.workload.workload import workload as traffic
-from embforge.tuner.judge.fixtures import Arena, filled_arena, gradients_for
 from embforge.tuner.bench.forward import enough_batches
+from embforge.tuner.judge.fixtures import Arena, filled_arena, gradients_for
 from embforge.tuner.judge.judge import Cache
-from embforge.tuner.measure.paired import Rotation, interleaved_rounds, repeats_of
 from embforge.tuner.judge.messages import (
     Board,
     Broken,
@@ -49,21 +49,25 @@ from embforge.tuner.judge.messages import (
 )
 from embforge.tuner.judge.outcome import Failure, LaunchFailed, Paired, Timed, WrongAnswer
 from embforge.tuner.judge.verification_cases import Question, ask, difference, questions_of
+from embforge.tuner.measure.paired import Rotation, interleaved_rounds, repeats_of
 from embforge.tuner.measure.quiet import Clocks, usage_since
 from embforge.tuner.measure.timers import CpuTimer, CudaTimer, Run, Timer
+from embforge.tuner.workload import workload as traffic
+from embforge.tuner.workload.tensors import input_of
 from embforge.verify.lookups import torch_threads
 
 FEW_ROUNDS, MOST_ROUNDS = 5, 24
 SCREEN_SECONDS = 0.25
-"""A workload; past it, no more than `FEW_ROUNDS` rounds."""
+"""Seconds of rounds per workload; after them, `FEW_ROUNDS` rounds suffice."""
 ALIKE = 1.1
-"""Times as many ids as another batch has: up to there, batches are taken for equal."""
+"""Batches count as equal if the largest has at most this many times the ids of the smallest."""
 HOPELESS = ((2, 3.0), (FEW_ROUNDS, 1.3))
-"""So many rounds, in each of which a candidate took at least so many times the anchor's time, are enough of it."""
+"""Pairs (rounds, ratio): a candidate is dropped after this many rounds if it took at least `ratio` times the anchor's
+time in each."""
 
 
 def serve(connection: Connection) -> None:
-    """The helper's side: answers requests one after another, until it is killed."""
+    """Runs in the helper: answers requests one after another until it is killed."""
     try:
         prepare: Prepare = connection.recv()
         worker = Worker(prepare.setup, Board(Path(prepare.board)), connection)
@@ -75,7 +79,7 @@ def serve(connection: Connection) -> None:
 
 
 class _FailedError(Exception):
-    """What became of a candidate that cannot be timed."""
+    """The outcome of a candidate that cannot be timed."""
 
     def __init__(self, outcome: Failure) -> None:
         self.outcome = outcome
@@ -83,18 +87,18 @@ class _FailedError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A plan's kernel, and how it is called with what was prepared."""
+    """A plan's kernel, which can be called with prepared arguments."""
 
     plan: Plan
     kernel: Any
 
     def run(self, arguments: tuple[Any, ...]) -> None:
-        """Calls the kernel; of a lookup on a CPU the results are read too, as whoever asked for them will.
+        """Calls the kernel. For a lookup on a CPU it also reads the results, as a caller would.
 
-        A kernel that writes past the caches would look fast otherwise, and leave the bill to its caller.
+        Otherwise a kernel that writes past the caches would look fast, although its caller would have to wait.
         """
         results = self.kernel(*arguments)
-        if self.plan.target == "cpu" and self.plan.op.startswith("forward"):
+        if target_named(self.plan.target).is_native and self.plan.op.startswith("forward"):
             for part in results[:2]:
                 if part is not None:
                     _read(part)
@@ -108,7 +112,7 @@ class Worker:
         if setup.threads is not None:
             torch.set_num_threads(setup.threads)
         self._plan = plan = Plan.from_text(setup.anchor)
-        self._device = torch.device("cuda" if plan.target == "cuda" else "cpu")
+        self._device = device_of(plan.target)
         board.write("filling tables", patience=True)
         self._arena: Arena = filled_arena(plan.spec, plan.update, self._device)
         board.write("drawing batches", patience=True)
@@ -120,7 +124,7 @@ class Worker:
         self._racing: dict[tuple[str, int], Loaded] = {}
 
     def answer(self, request: TakeAnchor | Verify | Screen | TakeRounds) -> Any:
-        """What was asked for, or the failure of the candidate that it was asked of."""
+        """The reply to a request, or the failure of the candidate that it is about."""
         try:
             match request:
                 case TakeAnchor():
@@ -136,7 +140,7 @@ class Worker:
             return failed.outcome
 
     def _take_anchor(self, train: str | None) -> Ready:
-        """Prepares what is timed, and verifies the anchor."""
+        """Prepares the calls that will be timed, and verifies the anchor."""
         self._board.write("preparing batches", patience=True)
         keeper = None if train is None else load_kernel(Program(Plan.from_text(train)).text)
         for text, batches in self._batches.items():
@@ -167,7 +171,7 @@ class Worker:
             return Timed({workload: self._paired(both, workload) for workload in self._setup.workloads})
 
     def _paired(self, both: Sequence[Loaded], workload: str) -> Paired:
-        """A few rounds, and more where these leave it open which of the two is faster."""
+        """Runs a few rounds, and more if these do not show which of the two is faster."""
         self._board.write(f"timing {workload}")
         timer = _Watched(self._timer(self._setup.cache), both, self._board)
         prepared = [self._prepared[workload]] * len(both)
@@ -198,22 +202,22 @@ class Worker:
         return Rounds(samples, timer.clocks(), usage_since(clocks))
 
     def _whole_turns(self, workload: str, repeats: list[int]) -> list[int]:
-        """Where batches are of different sizes, as recorded ones may be, every sample takes all of them: samples of
-        one round shall have had the same work."""
+        """Repeats that take every batch equally often if batches have different sizes, as recorded ones may: samples of
+        one round must have the same work."""
         sizes = [batch.values.numel() for batch in self._batches[workload]]
         if max(sizes) <= ALIKE * min(sizes):
             return repeats
         return [-(-count // len(sizes)) * len(sizes) for count in repeats]
 
     def _racers(self, texts: Sequence[str]) -> list[Loaded]:
-        """A kernel each; a plan's second one is loaded from a copy of its file, so that it lies elsewhere in memory."""
+        """One kernel per plan. A plan's second one is loaded from a copy of its file, at a different address."""
         seen: Counter[str] = Counter()
         racers: dict[tuple[str, int], Loaded] = {}
         for place, text in enumerate(texts):
             key = text, seen[text]
             racers[key] = self._racing.get(key) or self._load(text, place, copied=bool(seen[text]))
             seen[text] += 1
-        self._racing = racers  # those who do not race any more are let go, and their memory with them
+        self._racing = racers  # kernels that do not race any more are dropped, with their memory
         return list(racers.values())
 
     def _load(self, text: str, place: int = 0, *, copied: bool = False) -> Loaded:
@@ -225,14 +229,14 @@ class Worker:
 
     def _twin(self, kernel: Any) -> Any:
         binary = locate(kernel.plan)
-        if kernel.plan.target == "cuda" or binary is None:  # the driver loads a module anew each time
+        if target_named(kernel.plan.target).needs_gpu or binary is None:  # the driver loads a new module each time
             return kernel
         copy = Path(tempfile.mkdtemp(dir=self._board.path.parent)) / binary.name  # the judge removes it
         shutil.copyfile(binary, copy)
         return type(kernel)(kernel.plan, copy)
 
     def _verify(self, loaded: Loaded) -> None:
-        """Asks every question, with one thread and with all of them."""
+        """Verifies a kernel by all cases, with one thread and with all threads."""
         plan = loaded.plan
         threads = sorted({1, torch.get_num_threads()}) if self._device.type == "cpu" else [torch.get_num_threads()]
         for question in self._questions_for(plan):
@@ -254,28 +258,15 @@ class Worker:
         return self._questions[plan.op]
 
     def _drawn(self, text: str) -> list[Batch]:
-        plan, dtype = self._plan, getattr(torch, self._plan.id_dtype)
-
-        def put(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(self._device)
-
-        return [
-            Batch(
-                put(drawn.values).to(dtype),
-                put(drawn.offsets).to(dtype),
-                None if drawn.weights is None else put(drawn.weights),
-                drawn.size,
-                None,
-            )
-            for drawn in enough_batches(plan.spec, traffic.parse(text), self._setup.seed)
-        ]
+        drawn = enough_batches(self._plan.spec, traffic.parse(text), self._setup.seed)
+        return [input_of(batch, self._device, getattr(torch, self._plan.id_dtype)) for batch in drawn]
 
     def _timer(self, cache: Cache) -> Timer:
         return _timer(self._device.type, cache)
 
     @contextmanager
     def _no_fault_of_ours(self) -> Iterator[None]:
-        """What is raised inside, a kernel's call or its loading has raised. That there is no kernel is our fault."""
+        """Turns exceptions of a kernel's call or loading into the candidate's failure, unless the kernel is missing."""
         try:
             yield
         except MissingKernelError:
@@ -285,14 +276,14 @@ class Worker:
             raise _FailedError(LaunchFailed(f"{type(error).__name__}: {error} (while {doing})")) from error
 
     def _ask_to_time(self) -> None:
-        """Waits until the judge has made it quiet."""
+        """Waits until the judge has made the machine quiet."""
         self._connection.send(MayITime())
         self._connection.recv()
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A timer that writes on the board whose turn it is, before each sample."""
+    """A timer that writes on the board, before each sample, which plan it times."""
 
     timer: Timer
     loaded: Sequence[Loaded]

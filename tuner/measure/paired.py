@@ -1,7 +1,7 @@
 """Paired, interleaved timing: every round runs all contenders in a new order, each on batches that rotate.
 
-The machine drifts (clock, neighbours, page cache), so times taken minutes apart do not compare; times taken in
-the same round do. No contender starts on a batch that the one before it has just pulled into the cache.
+The machine drifts (clock, other programs, page cache), so times taken minutes apart cannot be compared; times of the
+same round can. No contender starts on a batch that the one before it has just loaded into the cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESAMPLES = 1000
 
 
 class Contender(Protocol):
-    """Something that can be timed. `prepare` is not timed; `run` is, and may be called with any prepared batch."""
+    """A function that can be timed. `prepare` is not timed; `run` is, and may be called with any prepared batch."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long one contender took as another: median over rounds with a 95 % bootstrap interval."""
+    """The time of one contender divided by another's: the median over rounds with a 95 % bootstrap interval."""
 
     median: float
     low: float
@@ -45,18 +45,18 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All samples, in seconds a call: `samples[name][round]`."""
+    """All samples, in seconds per call: `samples[name][round]`."""
 
     samples: Mapping[str, tuple[float, ...]]
     repeats: Mapping[str, int]
-    """Calls a sample is the mean of."""
+    """For each contender, the number of calls of which a sample is the mean."""
 
     @property
     def rounds(self) -> int:
         return min(map(len, self.samples.values()))
 
     def median(self, name: str) -> float:
-        """Seconds a call."""
+        """The median of the samples, in seconds per call."""
         return float(np.median(self.samples[name]))
 
     def spread(self, name: str) -> tuple[float, float]:
@@ -65,7 +65,7 @@ class Measurement:
         return float(low), float(high)
 
     def ratio(self, slower: str | Sequence[str], faster: str) -> Ratio:
-        """Time of `slower` (several: one after the other) over time of `faster`, paired by round."""
+        """The time of `slower` (the sum, if several) divided by that of `faster`, paired by round."""
         names = [slower] if isinstance(slower, str) else slower
         paired = np.sum([self.samples[name] for name in names], axis=0) / np.asarray(self.samples[faster])
         rng = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def measure(
 ) -> Measurement:
     """Times the contenders for about `seconds` in all, at least `MIN_ROUNDS` rounds.
 
-    `synchronize` waits for a device, once a sample. At least 2 batches, so that they can rotate.
+    `synchronize` waits for a device, once per sample. At least 2 batches are needed, so that they can rotate.
     """
     if len(batches) < 2:
         raise ValueError(f"measure needs at least 2 batches to rotate, got {len(batches)}; 4 or more are usual")
@@ -114,10 +114,10 @@ def interleaved_rounds(
     repeats: Sequence[int],
     rotation: Rotation | None = None,
 ) -> list[tuple[float, ...]]:
-    """`count` rounds of all `runs`, each in a new order: seconds a call, `[round][run]`.
+    """Times `count` rounds of all `runs`, each in a new order; returns seconds per call, `[round][run]`.
 
-    `prepared[run]` holds a run's arguments for each batch: equal batches at equal places. A `rotation` that is passed
-    on goes on where the rounds before ended.
+    `prepared[run]` has a run's arguments for each batch, in the same order of batches for all runs. A `rotation` that
+    is passed in continues where the previous rounds ended.
     """
     rotation = rotation or Rotation(len(prepared[0]))
     with _no_garbage_collection():
@@ -127,7 +127,7 @@ def interleaved_rounds(
 def repeats_of(
     runs: Sequence[Run], prepared: Sequence[Sequence[Any]], timer: Timer, rotation: Rotation | None = None
 ) -> list[int]:
-    """Calls that a sample of each run needs; warms all of them up."""
+    """Warms up all runs; returns how many calls a sample of each needs."""
     rotation = rotation or Rotation(len(prepared[0]))
     found = []
     for run, own in zip(runs, prepared, strict=True):
@@ -151,7 +151,7 @@ def _round(
 
 
 class Rotation:
-    """Batch indices in turn, for all contenders together: nobody begins where the one before ended."""
+    """Gives batch indices in turn, to all contenders together, so that none begins where the previous one ended."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -166,7 +166,7 @@ class Rotation:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection that strikes one contender's sample is nobody's time."""
+    """Switches garbage collection off, because its time does not belong to the contender that it interrupts."""
     enabled = gc.isenabled()
     gc.disable()
     try:

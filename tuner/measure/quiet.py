@@ -1,7 +1,7 @@
-"""How much of the machine others used while we measured: a time taken beside a compiler run says little.
+"""How much of the machine other processes used during a measurement: a time taken while a compiler runs says little.
 
 Thread pools suffer out of proportion when a core is taken away (torch's parallel loops wait for the slowest
-thread), so a busy machine does not slow all contenders alike, and pairing cannot repair that.
+thread), so a busy machine slows some contenders more than others, and pairing cannot repair that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 QUIET = 0.1
-"""CPUs that others may use, on average, in a measurement that counts as undisturbed."""
+"""The most CPUs that others may use, on average, during a measurement that counts as undisturbed."""
 WINDOW = 0.5
-"""Seconds below which a reading says little: the system counts CPU time in ticks of up to 10 ms per CPU."""
+"""The least seconds between two readings: the system counts CPU time in ticks of up to 10 ms per CPU."""
 
 _STAT = Path("/proc/stat")
 
@@ -40,14 +40,14 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU time that other processes and the hypervisor's other guests took in a stretch of time, in seconds."""
+    """CPU seconds that other processes and the hypervisor's other guests used in a period of time."""
 
     wall: float
     taken: float
 
     @property
     def cpus(self) -> float:
-        """CPUs that others used on average."""
+        """How many CPUs others used on average."""
         return max(0.0, self.taken / max(self.wall, 1e-9))
 
     def __add__(self, other: Usage) -> Usage:
@@ -55,7 +55,7 @@ class Usage:
 
 
 def usage_since(start: Clocks | None) -> Usage | None:
-    """What others took since `start`; None where the system does not tell."""
+    """What others used since `start`; None if the system does not report it."""
     end = Clocks.now()
     if start is None or end is None:
         return None
@@ -63,13 +63,13 @@ def usage_since(start: Clocks | None) -> Usage | None:
 
 
 def others_since(start: Clocks | None) -> float | None:
-    """CPUs that others used on average since `start`; None where the system does not tell."""
+    """How many CPUs others used on average since `start`; None if the system does not report it."""
     usage = usage_since(start)
     return None if usage is None else usage.cpus
 
 
 def wait_until_quiet(seconds: float, window: float = WINDOW) -> bool:
-    """Sleeps until others leave the machine alone for a window, at most `seconds`; whether they did."""
+    """Sleeps until others leave the machine alone for a while, at most `seconds`; returns whether they did."""
     deadline = time.monotonic() + seconds
     while True:
         start = Clocks.now()

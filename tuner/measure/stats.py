@@ -1,4 +1,4 @@
-"""What paired samples say: whether one is smaller (Wilcoxon), by how much (bootstrap), and what is noise."""
+"""Statistics of paired samples: whether one is smaller (Wilcoxon), by how much (bootstrap), and what is noise."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from embforge.tuner.measure.paired import Measurement, Ratio
 Floats = NDArray[np.float64]
 
 EXACT_BELOW = 50
-"""Pairs up to which the signed-rank distribution is counted, not approximated."""
+"""Up to this number of pairs the signed-rank distribution is counted, not approximated."""
 
 
 def wilcoxon(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> float:
-    """Wilcoxon's signed-rank test of pairs, one-sided: the chance of samples like these if `a` were not less than `b`.
+    """Wilcoxon's one-sided signed-rank test of pairs: the p-value of these samples if `a` were not less than `b`.
 
-    Equal pairs say nothing and are dropped; without any others the answer is 1. Up to `EXACT_BELOW` pairs whose
-    differences all have sizes of their own the chance is exact, else the normal approximation with corrections for
-    ties and continuity. `ValueError` if the samples are not pairs.
+    Equal pairs are dropped; if no others are left, the result is 1. It is exact for up to `EXACT_BELOW` pairs whose
+    differences are all different in size; otherwise it is the normal approximation with corrections for ties and
+    continuity. `ValueError` if the samples are not pairs.
     """
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if first.ndim != 1 or first.shape != second.shape:
@@ -39,26 +39,26 @@ def wilcoxon(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> float:
 
 
 def bootstrap_ratio(slower: Sequence[float] | Floats, faster: Sequence[float] | Floats) -> Ratio:
-    """`slower` over `faster`, paired: median with a 95 % bootstrap interval. The same samples give the same answer."""
+    """`slower` divided by `faster`, paired: the median with a 95 % bootstrap interval, the same for equal samples."""
     samples = {"slower": tuple(map(float, slower)), "faster": tuple(map(float, faster))}
     return Measurement(samples, {}).ratio("slower", "faster")
 
 
 def noise_floor(best: Sequence[float] | Floats, duplicate: Sequence[float] | Floats) -> float:
-    """How far apart two copies of one kernel may be, as a share: the far end of their ratio's 95 % interval from 1."""
+    """The noise between two copies of one kernel, as a share: the end of their ratio's 95 % interval farther from 1."""
     ratio = bootstrap_ratio(duplicate, best)
     return max(ratio.high, 1 / ratio.low) - 1
 
 
 def _ranks(sizes: Floats) -> tuple[Floats, NDArray[np.int64]]:
-    """Ranks from 1, ties sharing their mean rank; and how many share one, for each rank that is shared."""
+    """Ranks from 1, where equal numbers share their mean rank; and for each shared rank, how many share it."""
     _, place, counts = np.unique(sizes, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[place], counts[counts > 1]
 
 
 def _exact(count: int, statistic: int) -> float:
-    """The chance that a random set of the ranks 1..count has a sum of at most `statistic`."""
+    """The probability that a random subset of the ranks 1..count has a sum of at most `statistic`."""
     ways = np.zeros(count * (count + 1) // 2 + 1)
     ways[0] = 1
     for rank in range(1, count + 1):  # each rank is in the set or not; halved at once, so that nothing overflows

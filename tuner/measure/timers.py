@@ -1,4 +1,4 @@
-"""How a call is timed: by the monotonic clock on CPUs, by events on CUDA devices; with warm caches or with empty ones.
+"""Timers of calls: the monotonic clock for CPUs, events for CUDA devices; with warm caches or with cold ones.
 
 Warm: calls follow each other, on batches that rotate. Cold: caches are emptied before every call, and only the call
 is timed.
@@ -18,15 +18,15 @@ from embforge.codegen.targets.cuda.packages import cuda_module
 from embforge.codegen.tuned.hardware import parse_bytes
 
 SAMPLE_SECONDS = 1e-3
-"""A warm sample lasts at least this long: below, the clock and the interpreter's own noise are what is measured."""
+"""A warm sample lasts at least this long: shorter ones measure mostly the noise of clock and interpreter."""
 WARM_UP_CALLS = 5
-"""From which a timer finds out how often to repeat: two to get going, and the fastest of the rest."""
+"""How many calls a timer makes to decide how often to repeat: two to warm up, and the fastest of the others counts."""
 COLD_REPEATS = 5
-"""Calls of a cold sample, at most: emptying the caches takes longer than most calls."""
+"""The most calls of a cold sample: emptying the caches takes longer than most calls."""
 USUAL_CACHE_BYTES = 32 << 20
-"""Of all caches of a machine that does not tell."""
+"""The assumed size of all caches if the machine does not report it."""
 TIMES_TO_EMPTY = 2
-"""A buffer of so many times the caches' size leaves nothing else in them."""
+"""A buffer of this many times the caches' size leaves nothing else in them."""
 
 Run = Callable[[Any], Any]
 
@@ -35,18 +35,18 @@ class Timer(Protocol):
     """Times calls of a function with prepared arguments, taken in turn."""
 
     def sample(self, run: Run, prepared: Sequence[Any], repeats: int) -> float:
-        """Seconds a call, the mean of `repeats`."""
+        """Seconds per call, the mean of `repeats` calls."""
 
     def repeats_for(self, run: Run, prepared: Sequence[Any]) -> int:
-        """Calls that a sample of this function needs. The function is warmed up by asking."""
+        """How many calls a sample of this function needs. Warms the function up."""
 
     def clocks(self) -> dict[str, int | None]:
-        """Clock rates at this moment, in MHz by name; None: nobody tells."""
+        """Clock rates at this moment, in MHz by name; None if they are not known."""
 
 
 @dataclass(frozen=True)
 class CpuTimer:
-    """Wall time. `empty_caches` makes it cold. `synchronize` waits for a device, if calls do not."""
+    """Measures wall time. With `empty_caches` it is cold. `synchronize` waits for a device if calls do not."""
 
     empty_caches: Callable[[], None] | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -87,17 +87,17 @@ class CpuTimer:
 
 @dataclass(frozen=True)
 class CudaTimer:
-    """Time between two events on the stream. `empty_caches` makes it cold."""
+    """Measures the time between two events on the stream. With `empty_caches` it is cold."""
 
     event: Callable[[], Any]
-    """A new event that takes part in timing, as `torch.cuda.Event(enable_timing=True)`."""
+    """Makes a new event with timing, such as `torch.cuda.Event(enable_timing=True)`."""
     synchronize: Callable[[], None]
     empty_caches: Callable[[], None] | None
     read_clocks: Callable[[], dict[str, int | None]]
 
     @classmethod
     def of(cls, device: Any, *, cold: bool) -> CudaTimer:
-        """The timer of a CUDA device. Cold: a buffer of twice its L2 is written before each call."""
+        """The timer of a CUDA device. If it is cold, a buffer of twice its L2 is written before each call."""
         import torch
 
         device = torch.device(device)
@@ -132,7 +132,7 @@ class CudaTimer:
 
 
 def cpu_cache_bytes() -> int:
-    """All second and third level caches of the machine together, each counted once."""
+    """The size of all second and third level caches of the machine together, each counted once."""
     found: dict[tuple[str, str], int] = {}
     for cache in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         level, shared, size = (_text(cache / name) for name in ("level", "shared_cpu_list", "size"))
@@ -142,7 +142,7 @@ def cpu_cache_bytes() -> int:
 
 
 def gpu_clocks(index: int) -> dict[str, int | None]:
-    """Rates of the multiprocessors and of the memory, from NVML through cuda.core; None where there is none."""
+    """Clock rates of the multiprocessors and of the memory, from NVML through cuda.core; None without NVML."""
     names = ("sm", "memory")
     try:
         core = cuda_module("cuda.core")
@@ -156,7 +156,7 @@ def gpu_clocks(index: int) -> dict[str, int | None]:
 
 
 def _repeats(timer: Timer, run: Run, prepared: Sequence[Any], most: int | None) -> int:
-    """How often a call must be repeated for a sample that is long enough."""
+    """How often a call must be repeated, so that a sample is long enough."""
     turns = _turns(prepared, WARM_UP_CALLS)
     for turn in turns[:2]:  # the first call compiles, faults pages in, starts threads
         run(turn)
@@ -182,7 +182,7 @@ def _streamed(device: Any, size: int) -> Callable[[], None]:
 
 
 def _cpu_mhz() -> int | None:
-    """The mean over cores, as Linux tells it."""
+    """The mean clock rate of the cores, as Linux reports it."""
     lines = _text(Path("/proc/cpuinfo")).splitlines()
     rates = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
     return round(sum(rates) / len(rates)) if rates else None

@@ -14,9 +14,9 @@ import numpy as np
 
 from embforge.codegen.params import params_type
 from embforge.codegen.tuned.record import Gain, Hardware
-from embforge.tuner.study.decision import DEFAULT, LEADER, Decision, Samples, decide
 from embforge.tuner.judge.outcome import KINDS
 from embforge.tuner.search.space import Removed
+from embforge.tuner.study.decision import DEFAULT, LEADER, Decision, Samples, decide
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from embforge.codegen.cache import write_atomically
-from embforge.tuner.report.page import charts
+from embforge.codegen.reading.numbers import size
+from embforge.codegen.target import target_named
 from embforge.tuner.judge.ledger import work_share
 from embforge.tuner.judge.outcome import FAILURES, Timed
+from embforge.tuner.report import charts
 from embforge.tuner.report.data import IMPORTANCE_TRIALS, Report, Trial
 
 FAILURES_SHOWN = 100
@@ -162,21 +165,21 @@ def _outcomes(trials: Sequence[Trial]) -> list[tuple[str, int, str]]:
 def _resource_columns(target: str) -> tuple[list[str], Callable[[Trial], list[Cell]]]:
     """Headings, and a function from a trial to its cells."""
     common = ["kernel", "verified in", "timed in"]
-    if target == "cpu":
+    if not target_named(target).needs_gpu:
         return common, _common_cells
     return ["registers", "spilled", "shared", "occupancy", "in flight/SM", *common], lambda trial: [
         _cell(_worst(trial, "registers", max), str),
-        _cell(_worst(trial, "spill_bytes", max), lambda size: f"{size} B"),
-        _cell(_worst(trial, "shared_bytes", max), lambda size: f"{size:,} B"),
+        _cell(_worst(trial, "spill_bytes", max), lambda count: f"{count} B"),
+        _cell(_worst(trial, "shared_bytes", max), lambda count: f"{count:,} B"),
         _cell(_worst(trial, "occupancy", min), lambda share: f"{share:.0%}"),
-        _cell(_worst(trial, "bytes_in_flight", min), lambda size: f"{size / 1024:.0f} KB"),
+        _cell(_worst(trial, "bytes_in_flight", min), partial(size, binary=True)),
         *_common_cells(trial),
     ]
 
 
 def _common_cells(trial: Trial) -> list[Cell]:
     return [
-        _cell(trial.build.get("binary_bytes"), lambda size: f"{size / 1024:,.0f} KB"),
+        _cell(trial.build.get("binary_bytes"), size),
         _cell(trial.seconds.get("verifying"), lambda seconds: f"{seconds:.2f} s"),
         _cell(trial.seconds.get("timing"), lambda seconds: f"{seconds:.2f} s"),
     ]
@@ -207,10 +210,7 @@ def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
 def _size(name: str, value: int) -> str:
     if not name.endswith("_bytes"):
         return str(value)
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value >= 1 << power:
-            return f"{value / (1 << power):,.4g} {unit}"
-    return f"{value} B"
+    return size(value, binary=True)
 
 
 def _shares(ledger: Mapping[str, float]) -> list[tuple[str, float, float]]:

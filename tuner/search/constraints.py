@@ -1,7 +1,7 @@
-"""What a constraint is: data with a sentence for people. Those of a target stand in `constraints_cpu` and `_cuda`.
+"""Constraints of a search space, as data with a sentence each. Those of targets are in `constraints_cpu` and `_cuda`.
 
-Two kinds remove a point. A `Constraint` refuses one that cannot work, or that gives something up for nothing. An `Idle`
-field does nothing at some points: of those that differ in it alone and do the same work, one is kept.
+There are two kinds. A `Constraint` refuses points that cannot work, or that give something up without gaining anything.
+An `Idle` field has no effect at some points: of points that differ only in it and do the same work, one is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from embforge.codegen.tuned.record import Hardware
 
 @dataclass(frozen=True)
 class Context:
-    """What a space is for."""
+    """The task of a space: what its points are plans for."""
 
     op: str
     """forward or backward."""
@@ -30,28 +30,28 @@ class Context:
     update: Update | None = None
     id_dtype: str = "int64"
     longest_bag: int | None = None
-    """Most ids that a bag of the traffic holds; None: not known."""
+    """The most ids that a bag of the traffic has; None: not known."""
 
     def plan(self, params: Params) -> Plan:
-        """The plan of a point. A backward without an update is a reduction."""
+        """The plan of a point. For a backward without an update it is a reduction."""
         op = "reduce" if self.op == "backward" and self.update is None else self.op
         return Plan(op, self.target, self.arch, self.id_dtype, self.spec, params, self.update)
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Refuses points. It is never asked about the default, which every space has."""
+    """Refuses points. It is not applied to the default, which every space has."""
 
     name: str
     why: str
-    """The reason, in words that go on from "removed: "."""
+    """The reason, in words that follow "removed: "."""
     refuses: Callable[[Any], bool]
-    """Of a target's params."""
+    """Whether it refuses a target's params."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """A field and why it may have nothing to act on."""
+    """A field, and the reason why it may have no effect."""
 
     field: str
     why: str
@@ -59,9 +59,9 @@ class Idle:
 
 @dataclass(frozen=True)
 class Rules:
-    """All that is known of a space before anything is rendered."""
+    """Everything that is known about a space before anything is rendered."""
 
     constraints: tuple[Constraint, ...]
     idle: tuple[Idle, ...]
     work: Callable[[Any], Hashable]
-    """What a point's params make a kernel do: points of equal work differ in nothing that runs."""
+    """A key for the work that a point makes a kernel do: points with equal keys run the same code."""

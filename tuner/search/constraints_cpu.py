@@ -1,4 +1,4 @@
-"""What is known of a CPU plan's parameters before anything is rendered."""
+"""The constraints of CPU plans: what is known about their parameters before anything is rendered."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from embforge.codegen.targets.cpu.isa import Isa, isa_of
 from embforge.tuner.search.constraints import Context, Idle, Rules
 
 PREFETCH = (
-    Idle(
-        "prefetch_bytes", "rows are so wide that as many are requested ahead, or every table lies in the cache anyway"
-    ),
-    Idle("prefetch_level", "nothing is requested ahead"),
+    Idle("prefetch_bytes", "rows are so wide that equally many are prefetched, or every table fits into the cache"),
+    Idle("prefetch_level", "nothing is prefetched"),
 )
-TILES = Idle("tile_vectors", "no row that is added up has so many vectors")
+TILES = Idle("tile_vectors", "no row that is added up has as many vectors")
 THREADS = (
     Idle("threads", "the machine has no more cores: the same as 0"),
     Idle("grain_bytes", "there is one thread"),
@@ -32,9 +30,9 @@ THREADS = (
 
 
 def forward_rules(context: Context) -> Rules:
-    """Of the lookup."""
+    """The rules of the lookup."""
     isa, layout = isa_of(context.plan(CpuParams())), layout_of(context.spec)
-    pooled = {f.dim for f in layout.features if f.feature.pooling not in ("none", "concat")}
+    pooled = {f.dim for f in layout.features if f.feature.kind.pooled}
     streams = streams_results(layout, isa)
 
     @cache
@@ -61,7 +59,7 @@ def forward_rules(context: Context) -> Rules:
             *THREADS,
             *PREFETCH,
             TILES,
-            Idle("rows_unrolled", "registers do not hold so many rows beside the sum, or nothing is pooled"),
+            Idle("rows_unrolled", "registers do not hold that number of rows and the sum, or nothing is pooled"),
             Idle("stores", "the instruction set has no streaming stores, or no row fills a vector"),
         ),
         work=work,
@@ -69,12 +67,12 @@ def forward_rules(context: Context) -> Rules:
 
 
 def backward_rules(context: Context) -> Rules:
-    """Of the update of rows, or of the reduction without one."""
+    """The rules of the update of rows, or without an update of the reduction."""
     isa, tables = isa_of(context.plan(CpuBackwardParams())), context.spec.tables
     dims = {t.embedding_dim for t in tables}
     key_bits = {(t.num_embeddings - 1).bit_length() for t in tables}
 
-    updates = context.update is not None  # else no row is touched, only gradients are
+    updates = context.update is not None  # otherwise only gradients are touched, not rows
 
     @cache
     def ahead(prefetch_bytes: int) -> tuple[int, ...]:
@@ -95,7 +93,7 @@ def backward_rules(context: Context) -> Rules:
         return (
             digits(params.radix_bits),
             requested,
-            # A row to be updated is requested before its gradients are added up, if not earlier.
+            # A row that will be updated is always requested, at the latest before its gradients are added up.
             params.prefetch_level if updates or any(requested) else None,
             tiles(params.tile_vectors),
             _threading(context, params),
@@ -114,20 +112,20 @@ def backward_rules(context: Context) -> Rules:
 
 
 def _threading(context: Context, params: CpuParams | CpuBackwardParams) -> tuple[int, int]:
-    """Threads and bytes a task; 0 bytes where one thread does it all."""
-    cores = context.hardware.sizes.get("cores")  # not known of another machine
+    """Threads, and bytes per task; 0 bytes if one thread does everything."""
+    cores = context.hardware.sizes.get("cores")  # not known for another machine
     threads = 1 if cores == 1 else 0 if cores is not None and params.threads >= cores else params.threads
     return threads, params.grain_bytes if threads != 1 else 0
 
 
 def _rows_ahead(layout: CollectionLayout, prefetch_bytes: int) -> tuple[int, ...]:
-    """Rows that each feature requests ahead."""
+    """How many rows ahead each feature prefetches."""
     tables = [layout.tables[f.table_index] for f in layout.features]
     return tuple(0 if lies_in_cache(t) else -(-prefetch_bytes // touched_bytes(t.row_bytes)) for t in tables)
 
 
 def _tiles(dims: Iterable[int], isa: Isa, tile_vectors: int, rows_unrolled: int) -> Iterable[Hashable]:
-    """How rows of each dim are cut: vectors of the tiles, and rows of each that are loaded at once."""
+    """The cut of rows of each dim: the vectors of its tiles, and how many rows are loaded together."""
     for dim in dims:
         whole, last = divmod(row_vectors(dim, isa) - 1, tile_vectors)
         sizes = (tile_vectors, last + 1) if whole else (last + 1,)
@@ -135,6 +133,6 @@ def _tiles(dims: Iterable[int], isa: Isa, tile_vectors: int, rows_unrolled: int)
 
 
 def _digits(key_bits: int, radix_bits: int) -> frozenset[tuple[int, int]]:
-    """What the sort may choose from for such row numbers: passes, and bits a pass."""
+    """The choices of the sort for such row numbers: passes, and bits per pass."""
     cuts = ((passes, -(-key_bits // passes)) for passes in range(1, max(key_bits, 1) + 1))
     return frozenset(cut for cut in cuts if cut[1] <= radix_bits)

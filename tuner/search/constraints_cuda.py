@@ -1,4 +1,4 @@
-"""What is known of a CUDA plan's parameters before anything is rendered. Codegen's own geometry is the truth."""
+"""The constraints of CUDA plans: what codegen's geometry says about their parameters before anything is rendered."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SMALLEST_LONG_BAG = min(CHOICES["long_bag"])
 
 @dataclass(frozen=True)
 class _Mapping:
-    """How a point maps rows to lanes: what the source states, but for a few numbers that stand in the params."""
+    """The mapping of rows to lanes at a point: what the source states, except for a few numbers of the params."""
 
     classes: tuple[tuple[BucketGeometry, ...], ...]
     key: Hashable
-    """Equal keys: equal source."""
+    """Points with equal keys have equal sources."""
     shared: tuple[int, ...]
-    """Bytes of a block, a class of buckets each."""
+    """Bytes of shared memory per block, for each class of buckets."""
 
 
 def forward_rules(context: Context) -> Rules:
-    """Of the lookup. `PlanError` if the default cannot work."""
+    """The rules of the lookup; `PlanError` if the default cannot work."""
     arch = arch_named(context.arch)
     geometry_of(context.plan(CudaParams()))
     mapping = _mappings(context)
@@ -69,22 +69,27 @@ def forward_rules(context: Context) -> Rules:
         constraints=(
             Constraint(
                 "shared memory of a block",
-                "a block's ids, bags and running sums do not fit the 48 KB that it gets without asking",
+                "a block's ids, bags and running sums do not fit into the 48 KiB that it gets by default",
                 refuses_shared,
             ),
             Constraint(
                 "shared memory of a multiprocessor",
-                "the blocks that `pipeline` wants on a multiprocessor do not fit its shared memory together: registers "
-                "would be given up for nothing",
+                "the blocks that `pipeline` requires on a multiprocessor do not fit into its shared memory together: "
+                "it would limit registers without gaining anything",
                 refuses_blocks,
             ),
         ),
         idle=(
             Idle("vector_bytes", "no row is aligned for wider loads, or the GPU has none (32 bytes: from sm_100 on)"),
-            Idle("bags_per_block", "a block owns fewer bags anyway: `interleave` of each of its groups"),
-            Idle("interleave", "a block owns no more bags whatever is interleaved: `bags_per_block` ends it before"),
-            Idle("id_tile", "a block's groups stage as many whole batches of rows, or shared memory holds no more"),
-            Idle("pipeline", "a multiprocessor holds no more threads, or vectors are so wide that rows in flight end"),
+            Idle("bags_per_block", "a block owns fewer bags anyway: `interleave` for each of its groups"),
+            Idle("interleave", "a block owns no more bags, because `bags_per_block` is the lower limit"),
+            Idle(
+                "id_tile", "a block's groups stage the same number of whole batches of rows, or shared memory is full"
+            ),
+            Idle(
+                "pipeline",
+                "a multiprocessor holds no more threads, or vectors are so wide that fewer rows are in flight",
+            ),
             Idle("long_bag", "nothing is pooled, or no bag of this traffic is long enough to be split"),
         ),
         work=work,
@@ -92,7 +97,7 @@ def forward_rules(context: Context) -> Rules:
 
 
 def backward_rules(context: Context) -> Rules:
-    """Of the update of rows, or of the reduction without one."""
+    """The rules of the update of rows, or without an update of the reduction."""
 
     def work(params: CudaBackwardParams) -> Hashable:
         plan = context.plan(params)
@@ -112,7 +117,8 @@ def backward_rules(context: Context) -> Rules:
 
 
 def _mappings(context: Context) -> Callable[[CudaParams], _Mapping | None]:
-    """Of each point; None: its shared memory does not fit. Few points differ here, so that all are quickly known."""
+    """A function from points to mappings; None for a point whose shared memory does not fit. It caches, because many
+    points have the same mapping."""
 
     longs: dict[tuple[int, int, int], Hashable] = {}  # all that they depend on: ids and bags staged change no lanes
 
@@ -143,19 +149,19 @@ def _mappings(context: Context) -> Callable[[CudaParams], _Mapping | None]:
 
 
 def _pipeline(rows: int) -> tuple[int, int]:
-    """Any that has so many rows in flight."""
+    """Some choice of `pipeline` with this number of rows in flight."""
     found: tuple[int, int] = next(pipeline for pipeline in CHOICES["pipeline"] if pipeline[0] == rows)
     return found
 
 
 def _bucket_numbers(g: BucketGeometry) -> tuple[int, ...]:
-    """What the source of a lookup states of a bucket."""
+    """The facts about a bucket in the source of a lookup."""
     unused = {"bucket", "winners_store"} | (set() if g.pooled else {"window", "min_run"})
     return tuple(getattr(g, f.name) for f in fields(g) if f.name not in unused)
 
 
 def _long_numbers(found: LongGeometry) -> Hashable:
-    """What it states of long bags; nothing without pooled buckets, which have no kind."""
+    """The facts about long bags in the source of a lookup; none if no bucket is pooled."""
     kinds = tuple((kind.name, kind.rows) for kind in found.kinds)
     return (kinds, found.chunks, found.pitch, found.parts, found.shared) if kinds else None
 

@@ -1,11 +1,11 @@
-"""What can be tuned: the fields of a plan's params, the points that are worth a trial, and why the others are not.
+"""The search space: the fields of a plan's params, the points that are worth a trial, and why the others are not.
 
-Nothing is rendered here. What only the compiler knows is asked of its binary, by `resource_problem`.
+Nothing is rendered here. Facts that only the compiler knows are read from its binary, by `resource_problem`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
@@ -13,43 +13,35 @@ from typing import Any
 import numpy as np
 
 from embforge.codegen.errors import PlanError
-from embforge.codegen.params import PARAMS, Params, params_type
+from embforge.codegen.params import Params, params_type
 from embforge.codegen.plan import Plan
+from embforge.codegen.reading.suggestions import did_you_mean
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
+from embforge.codegen.target import BACKENDS, target_named
 from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.tuned.record import Hardware
+from embforge.tuner.search.constraints import Context
+from embforge.tuner.search.targets import OPS, TUNINGS
 from embforge.verify.pairwise import covering
-from embforge.tuner.search import constraints_cpu
-from embforge.tuner.search import constraints_cuda
-from embforge.tuner.search.constraints import Context, Rules
 
 ENUMERATE_BELOW = 500
-"""Points: fewer are all tried."""
+"""Spaces with fewer points than this are searched completely."""
 LEAST_OCCUPANCY = 0.125
-"""Threads of a multiprocessor that must be resident, of those that it can hold.
+"""The least share of a multiprocessor's threads that must be resident.
 
-No pipeline keeps more than 128 bytes in flight a lane. At an eighth of 2048 threads these are 32 KB: just what memory
-wants on sm_80 and sm_90, half of what it wants on sm_100. Below, no plan can be as fast as one above."""
+No pipeline keeps more than 128 bytes in flight per lane. With an eighth of 2048 threads these are 32 KiB: just what is
+needed to keep memory busy on sm_80 and sm_90, and half of that on sm_100. A plan with fewer threads cannot be as fast
+as one with more."""
 SAME_WORK = "same kernel"
 
-OPS = ("forward", "backward")
-RULES: dict[tuple[str, str], Callable[[Context], Rules]] = {
-    ("forward", "cpu"): constraints_cpu.forward_rules,
-    ("backward", "cpu"): constraints_cpu.backward_rules,
-    ("forward", "cuda"): constraints_cuda.forward_rules,
-    ("backward", "cuda"): constraints_cuda.backward_rules,
-    ("forward", "simt"): constraints_cuda.forward_rules,
-    ("backward", "simt"): constraints_cuda.backward_rules,
-}
-
 Values = tuple[Any, ...]
-"""Of a point, in the order of the fields."""
+"""The values of a point, in the order of the fields."""
 
 
 @dataclass(frozen=True)
 class Removed:
-    """Points that a constraint was the first to refuse."""
+    """How many points a constraint was the first to refuse."""
 
     constraint: str
     why: str
@@ -68,11 +60,11 @@ class Space:
     size: int
     """All combinations of choices."""
     points: tuple[Params, ...]
-    """The allowed ones, in a fixed order; the default is among them."""
+    """The allowed points, in a fixed order; the default is one of them."""
     removed: tuple[Removed, ...]
-    """Together they count all combinations that are not allowed."""
+    """What removed the combinations that are not allowed; together these count all of them."""
     stands_for: Mapping[Params, Params] = field(repr=False, default_factory=dict)
-    """From a point that was removed for doing nothing new to the allowed one that does the same."""
+    """For each point that was removed because it does the same as another, the allowed point that does the same."""
 
     @property
     def default(self) -> Params:
@@ -90,20 +82,20 @@ def space_of(
     longest_bag: int | None = None,
     id_dtype: str = "int64",
 ) -> Space:
-    """The space of a `forward` or a `backward` (without an update: of the reduction).
+    """The space of a `forward` or a `backward` (or without an update, of the reduction).
 
-    `longest_bag`: most ids that a bag of the traffic holds, if that is known. `PlanError` for an op, a target or an
+    `longest_bag` is the most ids that a bag of the traffic has, if that is known. `PlanError` for an op, a target or an
     arch that is not known, and for a collection whose default plan cannot work.
     """
     _check("op", op, OPS)
-    _check("target", target, tuple(PARAMS))
+    _check("target", target, tuple(BACKENDS))
     context = Context(op, target, arch, spec, hardware, update, id_dtype, longest_bag)
     cls = params_type(target, op)
     choices = {f.name: f.metadata["choices"] for f in fields(cls)}
     every: dict[Values, Params] = {values: cls(*values) for values in product(*choices.values())}
-    if (op, target) not in RULES:  # the reference: one point
+    if not target_named(target).is_generated:  # one point
         return Space(op, target, arch, choices, len(every), tuple(every.values()), ())
-    rules, default = RULES[op, target](context), _values(cls())
+    rules, default = TUNINGS[target].rules[op](context), _values(cls())
     left = dict(every)
     removed: list[Removed] = []
 
@@ -117,28 +109,28 @@ def space_of(
     for constraint in rules.constraints:
         refused = (v for v, params in left.items() if v != default and constraint.refuses(params))
         remove(constraint.name, constraint.why, refused)
-    numbers: dict[Hashable, int] = {}  # of works, because they are long to compare
+    numbers: dict[Hashable, int] = {}  # works are compared by number, because comparing them takes long
     work = {values: numbers.setdefault(rules.work(params), len(numbers)) for values, params in left.items()}
     for idle in rules.idle:
         remove(idle.field, idle.why, _idle(left, work, list(choices).index(idle.field), default))
     kept: dict[int, Values] = {}
     for values in sorted(left, key=lambda v: -_alike(v, default)):
         kept.setdefault(work[values], values)
-    remove(SAME_WORK, "another point, which differs in several fields, does the same", set(left) - set(kept.values()))
+    remove(SAME_WORK, "a point that differs in several fields does the same", set(left) - set(kept.values()))
     twins = {every[v]: every[kept[work[v]]] for v in work if v not in left}
     return Space(op, target, arch, choices, len(every), tuple(left.values()), tuple(removed), twins)
 
 
 def settle(space: Space, params: Params) -> Params:
-    """The allowed point that stands for the given one: itself, what does the same, or what has most fields alike."""
+    """The allowed point nearest to a point: itself, or one that does the same, or one with the most equal fields."""
     if params in space.stands_for:
         return space.stands_for[params]
     return max(space.points, key=lambda p: alike(p, params))
 
 
 def covering_points(space: Space) -> tuple[Params, ...]:
-    """Few allowed points in which nearly all pairs of choices meet: where a pair's point is not allowed, the most
-    alike is taken."""
+    """A few allowed points in which nearly all pairs of choices meet. If the point of a pair is not allowed, the most
+    similar one is taken."""
     codes = np.array([_codes(space, p) for p in space.points])
     used = {
         name: [choices[code] for code in np.unique(column)]
@@ -152,12 +144,12 @@ def covering_points(space: Space) -> tuple[Params, ...]:
 
 
 def alike(params: Params, other: Params) -> int:
-    """Fields that two points of a space agree in."""
+    """How many fields of two points of a space are equal."""
     return _alike(_values(params), _values(other))
 
 
 def encode(params: Params) -> dict[str, int | str]:
-    """A point as values that a categorical distribution takes: a pair is written `4x4`."""
+    """A point as values of categorical distributions: a pair is written as `4x4`."""
     return {f.name: _plain(getattr(params, f.name)) for f in fields(params)}
 
 
@@ -174,31 +166,31 @@ def decode(space: Space, values: Mapping[str, int | str]) -> Params:
 
 
 def resource_problem(plan: Plan, resources: Iterable[Mapping[str, Any]]) -> str | None:
-    """Why a built kernel is not worth a launch, by the figures of its symbols; None if it is, and for CPU kernels."""
+    """Why the figures of its symbols make a built kernel not worth running; None if it is, and for CPU kernels."""
     for symbol in resources:
         name, arch = symbol["symbol"], arch_named(plan.arch)
         if symbol["spill_bytes"] or symbol["local_instructions"]:
             return (
                 f"{name} spills: {symbol['local_instructions']} accesses to local memory, {symbol['spill_bytes']} "
-                f"bytes stored, {symbol['registers']} registers a thread; allowed: none"
+                f"bytes stored, {symbol['registers']} registers per thread; allowed: none"
             )
         if symbol["shared_bytes"] > arch.most_shared:
             return (
-                f"{name} takes {symbol['shared_bytes']} bytes of shared memory a block; "
+                f"{name} takes {symbol['shared_bytes']} bytes of shared memory per block; "
                 f"allowed on {arch.name}: {arch.most_shared}"
             )
         if symbol["occupancy"] < LEAST_OCCUPANCY:
             return (
                 f"{name} keeps {symbol['occupancy']:.1%} of a multiprocessor's threads resident "
-                f"({symbol['registers']} registers a thread, {symbol['shared_bytes']} bytes of shared memory a block); "
-                f"at least {LEAST_OCCUPANCY:.1%} are needed to keep memory busy"
+                f"({symbol['registers']} registers per thread, {symbol['shared_bytes']} bytes of shared memory per "
+                f"block); at least {LEAST_OCCUPANCY:.1%} are needed to keep memory busy"
             )
     return None
 
 
 def _idle(left: Mapping[Values, Params], work: Mapping[Values, int], place: int, default: Values) -> list[Values]:
-    """Points that do the same as one that differs in this field alone and is preferred: by its default, else the
-    smallest choice."""
+    """Points that do the same as a preferred one that differs only in this field. The default is preferred, or if it is
+    not among the choices, the smallest."""
     kept: dict[Hashable, Values] = {}
     for values in left:  # in the order of choices
         group = (values[:place], values[place + 1 :], work[values])
@@ -226,4 +218,5 @@ def _plain(value: Any) -> int | str:
 
 def _check(what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise PlanError(f"plan field {what}={value!r} is not known; allowed: {', '.join(allowed)}")
+        hint = did_you_mean(value, allowed)
+        raise PlanError(f"plan field {what}={value!r} is not known{hint}; allowed: {', '.join(allowed)}")

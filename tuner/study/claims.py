@@ -1,4 +1,4 @@
-"""Who works on a trial: a process, for a while. Whatever ends a process, kill -9 included, ends its claims."""
+"""Claims of processes on trials. A claim ends with its process, even by kill -9, or after a time without renewal."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from pathlib import Path
 from typing import Any
 
 LEASE_SECONDS = 900.0
-"""After it, without a word from its owner, a claim has ended also for those who cannot see the owner's process."""
+"""A claim that was not renewed for this many seconds has ended, also if the owner's process cannot be seen."""
 RENEW_SECONDS = 300.0
-"""A claim that is older is written anew by its owner."""
+"""The owner renews a claim that is older than this."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One process's hold of one trial."""
+    """The claim of one process on one trial."""
 
     id: str
-    """Of this hold: whoever finds another one on the trial has lost it."""
+    """Identifies this claim. A process that finds a different one on its trial has lost the trial."""
     host: str
-    """The machine's name, its boot and its space of process ids: within it `pid` means something."""
+    """The machine's name, its boot and its namespace of process ids, in which `pid` is valid."""
     pid: int
     started: str | None
-    """When the process began, in the system's ticks: a pid alone is used again. None where nobody can tell."""
+    """When the process began, in the system's ticks, because pids are reused. None if it is not known."""
     until: float
-    """Seconds since the epoch."""
+    """When it was renewed last, in seconds since the epoch."""
 
     @classmethod
     def mine(cls) -> Claim:
-        """A new one of this process."""
+        """A new claim of this process."""
         pid = os.getpid()
         return cls(uuid.uuid4().hex, _host(), pid, _start_of(pid), time.time() + LEASE_SECONDS)
 
     @classmethod
     def from_data(cls, data: Any) -> Claim | None:
-        """What `to_data` wrote; None for anything else."""
+        """The claim of which `to_data` returned the data; None for other data."""
         try:
             return cls(**data)
         except TypeError:
@@ -51,7 +51,7 @@ class Claim:
         return asdict(self)
 
     def renewed(self) -> Claim:
-        """The same hold, for as long as a new one."""
+        """The same claim, renewed now."""
         return replace(self, until=time.time() + LEASE_SECONDS)
 
     @property
@@ -61,7 +61,7 @@ class Claim:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is gone, as far as can be seen from here, or has not renewed it in time."""
+        """Whether its process has ended, as far as this process can see, or has not renewed it in time."""
         if time.time() > self.until:
             return True
         return self.host == _host() and not _lives(self.pid, self.started)
@@ -70,9 +70,9 @@ class Claim:
 @cache
 def _host() -> str:
     parts = [platform.node()]
-    with suppress(OSError):  # not Linux: the name must do
+    with suppress(OSError):  # not Linux: only the name is known
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))  # containers may share all else
+        parts.append(os.readlink("/proc/self/ns/pid"))  # containers may share everything else
     return " ".join(parts)
 
 
@@ -81,16 +81,16 @@ def _lives(pid: int, started: str | None) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # it belongs to a different user
         pass
     seen = _start_of(pid)
     return seen is None or seen == started
 
 
 def _start_of(pid: int) -> str | None:
-    """When the process began; empty for a zombie, None where the system does not tell: others' may be hidden."""
+    """When the process began; empty for a zombie, None if the system does not show it, e.g. to other users."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return "" if fields[0] in "ZX" else fields[19]  # field 22 of proc(5), counted behind the name
+    return "" if fields[0] in "ZX" else fields[19]  # field 22 of proc(5), counted after the name

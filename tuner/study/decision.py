@@ -1,4 +1,4 @@
-"""Whether the leader of the finals replaces the default: decided by samples alone, the same for the same samples."""
+"""The decision whether the leader of the finals replaces the default. It depends on the samples alone."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from embforge.tuner.measure.quiet import QUIET
 from embforge.tuner.measure.stats import Floats, bootstrap_ratio, noise_floor, wilcoxon
 
 ALPHA = 0.01
-"""Chance of a mistake below which a difference is taken for real."""
+"""A difference counts as real if its p-value is below this."""
 STOP_ALPHA = 0.001
-"""The same for stopping early: whoever looks often must look more strictly."""
+"""The same for stopping early. It is stricter, because it is tested often."""
 WORTHLESS = 0.005
-"""A difference between two finalists that is not worth more time."""
+"""A smaller difference between two finalists is not worth more time."""
 
 DEFAULT, LEADER = "default", "leader"
 DUPLICATES = {LEADER: "duplicate", DEFAULT: "default's duplicate"}
 """Second copies of the same kernels, loaded from files of their own."""
 NO_RIVALS = {DEFAULT, LEADER, *DUPLICATES.values()}
 LEAST_FLOOR = 0.005
-"""Two copies show one pair of addresses in memory; others may lie further apart."""
+"""The least noise floor: two copies show one pair of addresses in memory, and other addresses may differ more."""
 
 Samples = Mapping[str, Mapping[str, tuple[float, ...]]]
-"""Seconds a call, `[workload][name][round]`; names are `default`, `leader`, their `DUPLICATES` and any rivals."""
+"""Seconds per call, `[workload][name][round]`; names are `default`, `leader`, their `DUPLICATES` and any rivals."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the finals say."""
+    """The result of the finals."""
 
     ships: bool
     """Whether the leader replaces the default."""
@@ -39,29 +39,29 @@ class Decision:
     settled: bool
     """Whether more rounds would be wasted."""
     gain: Gain
-    """Times faster than the default, over all workloads (geometric mean)."""
+    """How many times as fast as the default the leader is, over all workloads (geometric mean)."""
     gains: dict[str, Gain]
-    """By workload."""
+    """The same for each workload."""
     noise_floor: float
-    """A share: how far apart two copies of the leader or of the default may be."""
+    """The noise, as a share: how much two copies of the leader or of the default may differ."""
     noise_floors: dict[str, float]
     p: float
-    """Of the leader being no faster than the default (Wilcoxon, one-sided)."""
+    """The p-value of the leader being no faster than the default (Wilcoxon, one-sided)."""
     rivals: dict[str, float]
-    """The same of the leader and each rival."""
+    """The same for the leader and each rival."""
     overtaken_by: str | None
-    """A rival that is faster beyond doubt and noise."""
+    """A rival that is faster than the leader by more than noise and chance."""
     rounds: int
     disturbed: str = ""
-    """Why the samples say nothing, whatever they show; empty: they may be trusted."""
+    """Why the samples cannot be trusted, whatever they show; empty if they can."""
 
 
 def decide(samples: Samples, others: float = 0.0) -> Decision:
-    """The decision after these rounds, in which other processes used so many CPUs on average.
+    """The decision after these rounds, during which other processes used `others` CPUs on average.
 
     Nothing ships if others used more than `QUIET` CPUs, or if the noise floor of any workload is above `NOISE_LIMIT`.
-    Else the leader ships if it beats the default by more than the noise floor, with p below `ALPHA`, and is on no
-    workload slower than the default by more than that workload's noise floor.
+    Otherwise the leader ships if it is faster than the default by more than the noise floor, with p below `ALPHA`, and
+    on no workload slower than the default by more than that workload's noise floor.
     """
     joint = _joint(samples)
     default, leader = joint[DEFAULT], joint[LEADER]
@@ -95,25 +95,26 @@ def decide(samples: Samples, others: float = 0.0) -> Decision:
 
 
 def floor_of(times: Mapping[str, Floats | tuple[float, ...]]) -> float:
-    """How far apart copies came out, the leader's or the default's, whichever is more."""
+    """The noise between two copies: of the leader or of the default, whichever is more."""
     pairs = ((times[name], times[copy]) for name, copy in DUPLICATES.items())
     return max(LEAST_FLOOR, *(noise_floor(first, second) for first, second in pairs))
 
 
 def gain_of(slower: Floats | tuple[float, ...], faster: Floats | tuple[float, ...]) -> Gain:
-    """How many times faster, paired."""
+    """How many times as fast `faster` is, paired by round."""
     ratio = bootstrap_ratio(slower, faster)
     return Gain(ratio.median, ratio.low, ratio.high)
 
 
 def _joint(samples: Samples) -> dict[str, Floats]:
-    """One time a round for each name: the geometric mean over workloads."""
+    """For each name, one time per round: the geometric mean over workloads."""
     names = next(iter(samples.values())).keys()
     return {name: np.exp(np.mean([np.log(times[name]) for times in samples.values()], axis=0)) for name in names}
 
 
 def _settled_with_default(gain: Gain, floor: float, p: float) -> bool:
-    """It ships beyond doubt, or can gain nothing. A wide noise floor settles nothing: more rounds make it narrower."""
+    """Whether the leader clearly ships, or cannot gain anything. A wide noise floor settles nothing, because more
+    rounds make it narrower."""
     return (p < STOP_ALPHA and gain.low > 1 + floor) or gain.high < 1 + min(floor, WORTHLESS)
 
 

@@ -1,9 +1,9 @@
-"""The finals: the best of the search against the default, in interleaved rounds, beside a duplicate of each.
+"""The finals: the best of the search against the default, in interleaved rounds, with a duplicate of each.
 
-A short heat finds the leader, for times of a screening compare badly. Then rounds are taken anew, so that the leader
-is not judged by the samples that made it the leader; a rival that proves faster leads the next final.
+A short heat finds the leader, because times of different screenings cannot be compared well. Then new rounds are run,
+so that the leader is not judged by the samples that made it the leader; a rival that is faster leads the next final.
 
-Rounds are taken in blocks. A block during which other processes used the CPUs is taken again while time lasts.
+Rounds are run in blocks. A block during which other processes used the CPUs is run again while time lasts.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ import numpy as np
 from embforge.codegen.errors import EmbforgeError
 from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
-from embforge.tuner.study.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, Decision, decide
 from embforge.tuner.judge.judge import Cache, Judge
 from embforge.tuner.judge.outcome import Outcome
 from embforge.tuner.measure.quiet import QUIET, WINDOW, Usage
 from embforge.tuner.measure.stats import Floats, wilcoxon
+from embforge.tuner.study.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, Decision, decide
 
 FINALISTS = 6
 HEAT_ROUNDS = 8
 BLOCK_ROUNDS = 12
-"""Between two looks at the samples, or a multiple of it where rounds are so short that a block would not last `WINDOW`
-seconds; with so many the smallest possible p is 1/4096."""
+"""Rounds between two looks at the samples, with which the smallest possible p is 1/4096; or a multiple of it if rounds
+are so short that a block would not last `WINDOW` seconds."""
 MOST_ROUNDS = 480
 UNKNOWN = Usage(WINDOW, 0.0)
-"""What others did where nobody tells: no reason to wait, and none to doubt."""
+"""The assumed CPU use of other processes where it is not known: no reason to wait, and none to doubt."""
 
 
 class RaceError(EmbforgeError, RuntimeError):
-    """The default itself failed in the finals: nothing can be compared. Names the outcome and what to do."""
+    """The default itself failed in the finals, so nothing can be compared. The message has outcome and remedy."""
 
 
 @dataclass(frozen=True)
 class Racing:
-    """A block of rounds was run, and counts or will be taken again."""
+    """An event: a block of rounds was run, and either counts or will be run again."""
 
     stage: str
     """heat or final."""
     rounds: int
-    """Of this stage so far."""
+    """Rounds of this stage so far."""
     gains: dict[Params, float]
     """Gains of the candidates over the default, medians over all workloads. Empty if the block does not count."""
     retaken: int = 0
-    """Blocks so far that do not count, because others used the CPUs."""
+    """How many blocks so far do not count, because others used the CPUs."""
     others: float = 0.0
     """CPUs that other processes used during this block."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """What the finals found."""
+    """The result of the finals."""
 
     leader: Plan
     decision: Decision
     samples: dict[str, dict[str, tuple[float, ...]]]
-    """Of the last final: `[workload][name][round]`; rivals are named by their plans' URIs."""
+    """Samples of the last final: `[workload][name][round]`; rivals are named by their plans' URIs."""
     failed: dict[str, Outcome] = field(default_factory=dict)
     """Candidates that failed in the finals, by URI."""
     clocks: dict[str, int | None] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Race:
     """CPUs that other processes used during the rounds of `samples`, the most of any block; 0 also where that is not
     known. Above `QUIET` if there was no quiet block before the deadline."""
     retaken: int = 0
-    """Blocks that were taken again, because others used the CPUs."""
+    """How many blocks were run again, because others used the CPUs."""
 
 
 Rows = dict[str, list[tuple[float, ...]]]
@@ -77,7 +77,7 @@ Rows = dict[str, list[tuple[float, ...]]]
 
 @dataclass(frozen=True)
 class _Block:
-    """Rounds that were run one after another."""
+    """Rounds that were run without interruption."""
 
     rows: Rows
     others: float
@@ -111,7 +111,7 @@ def race(
 
 
 class _Track:
-    """Who is still in the race, and the seeds of its rounds."""
+    """The candidates that are still in the race, and the seeds of rounds."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _Track:
         self._retaken = 0
 
     def heat(self) -> tuple[Plan, list[Plan]]:
-        """The fastest, and those that it does not beat beyond doubt."""
+        """The fastest candidate, and those that it does not clearly beat."""
         while len(self._candidates) > 1:
             block = self._block("heat", [self._default, *self._candidates], HEAT_ROUNDS)
             if block is None:
@@ -143,7 +143,7 @@ class _Track:
         return (self._candidates or [self._default])[0], []
 
     def final(self, leader: Plan, rivals: list[Plan]) -> Race | None:
-        """None if a candidate failed: somebody else must lead."""
+        """The result; None if a candidate failed, so that another one must lead."""
         plans = [self._default, leader, self._default, leader, *rivals]
         names = [DEFAULT, LEADER, DUPLICATES[DEFAULT], DUPLICATES[LEADER], *(plan.uri for plan in rivals)]
         taken: Rows = {workload: [] for workload in self._judge.workloads}
@@ -166,14 +166,14 @@ class _Track:
                     decision = replace(decision, ships=False, why="the default stays: nothing else could be raced")
                 clocks = dict(self._judge.clocks)
                 return Race(leader, decision, samples, self._failed, clocks, others, self._retaken)
-            if decision.overtaken_by is not None:  # it leads from here on, by rounds of its own
+            if decision.overtaken_by is not None:  # from now on it leads, judged by new rounds
                 new = next(plan for plan in rivals if plan.uri == decision.overtaken_by)
                 return self.final(new, [leader, *(plan for plan in rivals if plan != new)])
 
     def _block(self, stage: str, plans: list[Plan], count: int, before: int = 0) -> _Block | None:
         """A block during which others left the CPUs alone, or any once the deadline has passed.
 
-        None, and who failed is out, if anybody did. `before`: rounds of the stage so far.
+        None if a candidate failed; it leaves the race then. `before`: rounds of the stage so far.
         """
         while True:
             block = self._rounds(plans, count)
@@ -183,7 +183,7 @@ class _Track:
             self._tell(stage, before, {}, block.others)
 
     def _rounds(self, plans: list[Plan], count: int) -> _Block | None:
-        """As `_block`, whatever others do: so many rounds, and as many again until it can be said what others did."""
+        """Runs `count` rounds, and as many again until the CPU use of other processes during them is known."""
         rows: Rows = {workload: [] for workload in self._judge.workloads}
         usage = Usage(0.0, 0.0)
         while True:

@@ -1,7 +1,7 @@
-"""Which point is tried next: never one that is taken, never one that is not allowed, the same for the same history.
+"""The choice of the next point: never one that is taken or not allowed, and always the same for the same history.
 
-First the seeds (what we believe in) and the default, then points in which all pairs of choices meet, then best
-guesses: of an additive model until no point is left where there are few, of Optuna's TPE where there are many.
+First come the seeds (points that are expected to be good) and the default, then points in which all pairs of choices
+meet, then proposals: of an additive model, until no point is left, in small spaces; of Optuna's TPE in large ones.
 """
 
 from __future__ import annotations
@@ -24,48 +24,49 @@ from embforge.tuner.search.space import ENUMERATE_BELOW, Space, covering_points,
 from embforge.tuner.study.storage import quiet_optuna
 
 PAIR_WEIGHT = 0.3
-"""How much two choices that meet say, beside what each says alone."""
+"""The weight of pairs of choices in the model, relative to single choices."""
 RIDGE = 0.05
-"""How much of a score is taken for noise."""
+"""How much of a score counts as noise."""
 COVERED_FIRST = 16
-"""Points of the covering set that TPE starts from; the whole set would take a large part of a large space's budget."""
+"""How many points of the covering set TPE starts from; the whole set would cost a large part of the budget."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A point that a trial holds."""
+    """A point that has a trial."""
 
     number: int
     params: Params
     score: float | None = None
-    """Time over the anchor's, logarithms of which add up. None: it failed, or nobody knows yet."""
+    """The logarithm of its time divided by the anchor's; None if it failed or is not known yet."""
     pending: bool = False
 
 
 class Sampler(Protocol):
-    """Decides by the history alone."""
+    """Chooses points from the history alone."""
 
     def propose(self, tried: Sequence[Tried]) -> Params | None:
-        """The next point, given all trials by number. None if every allowed point is taken."""
+        """The next point after these trials (by number); None if every allowed point is taken."""
 
 
 def sampler_for(space: Space, seeds: Sequence[Params] = (), seed: int = 0) -> Sampler:
-    """Enumerates below `ENUMERATE_BELOW` points, else TPE. `seeds` come first; those not allowed are left out.
+    """Enumerates spaces of fewer than `ENUMERATE_BELOW` points; uses TPE for others. `seeds` come first; those that are
+    not allowed are left out.
 
-    `seed` is of TPE: any whole number.
+    `seed` is the seed of TPE: any whole number.
     """
     return Enumeration(space, seeds) if len(space.points) < ENUMERATE_BELOW else Guided(space, seeds, seed)
 
 
 def distributions(space: Space) -> dict[str, CategoricalDistribution]:
-    """The fields as Optuna knows them. All have the same choices in every trial of a study."""
+    """The fields as Optuna's distributions, with the same choices in every trial of a study."""
     one_each = (type(space.default)(**{name: choice}) for name, choices in space.fields.items() for choice in choices)
     plain = iter(encode(params) for params in one_each)
     return {name: CategoricalDistribution([next(plain)[name] for _ in space.fields[name]]) for name in space.fields}
 
 
 class Enumeration:
-    """All points, the most promising first."""
+    """Tries all points, the most promising first."""
 
     def __init__(self, space: Space, seeds: Sequence[Params] = ()) -> None:
         self._points = _Points(space)
@@ -80,7 +81,7 @@ class Enumeration:
 
 
 class Guided:
-    """TPE over the fields as categories. What it proposes is moved to the most alike point that is allowed and free."""
+    """Uses TPE over the fields as categories. Proposals are moved to the nearest point that is allowed and free."""
 
     def __init__(self, space: Space, seeds: Sequence[Params] = (), seed: int = 0) -> None:
         self._space, self._seed = space, seed
@@ -102,7 +103,7 @@ class Guided:
             return None
         self._follow(tried)
         # A new generator each time: what is proposed depends on the history, not on what this process did before.
-        number = zlib.crc32(f"{self._seed},{len(tried)}".encode())  # of 32 bits: numpy takes no more
+        number = zlib.crc32(f"{self._seed},{len(tried)}".encode())  # numpy takes seeds of 32 bits
         self._mirror.sampler = _Tpe(self._distributions, number)
         asked = self._mirror.ask(dict(self._distributions))
         self._mirror.tell(asked, state=TrialState.FAIL)  # TPE does not see failed trials
@@ -124,7 +125,7 @@ class Guided:
             (self._pending.add if trial.pending else self._pending.discard)(trial.number)
 
     def _copy(self, trial: Tried) -> FrozenTrial:
-        """A failure is pruned: worse than any time, where a failed trial would be nothing at all."""
+        """TPE gets a failed trial as a pruned one, which is worse than any time; it ignores failed ones."""
         state = TrialState.RUNNING if trial.pending else TrialState.PRUNED
         return create_trial(
             state=state if trial.score is None else TrialState.COMPLETE,
@@ -158,7 +159,7 @@ class _Points:
         return np.array([places[getattr(params, name)] for name, places in self._places], np.int16)
 
     def allowed(self, points: Iterable[Params]) -> list[Params]:
-        """Those that the space has."""
+        """The points that the space has."""
         return [point for point in points if point in self.index]
 
     def free(self, tried: Sequence[Tried]) -> NDArray[np.intp]:
@@ -168,12 +169,14 @@ class _Points:
         return np.flatnonzero(left)
 
     def best_guess(self, among: NDArray[np.intp], tried: Sequence[Tried]) -> Params:
-        """The one of these points whose score should be the lowest; the first of equals."""
+        """The point with the lowest expected score among these; the first if several have it."""
         known = [t for t in tried if not t.pending]
         scores = [t.score for t in known if t.score is not None]
         if among.size == 1 or not scores:
             return self.points[int(among[0])]
-        values = np.log([max(scores) if t.score is None else t.score for t in known])  # a failure: as bad as any
+        values = np.log(
+            [max(scores) if t.score is None else t.score for t in known]
+        )  # a failure counts as the worst score
         codes = np.array([self.codes_of(t.params) for t in known])
         gram = _kernel(codes, codes) + RIDGE * np.eye(len(known))
         weights = np.linalg.solve(gram, values - values.mean())

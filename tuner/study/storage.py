@@ -1,4 +1,4 @@
-"""Where studies are kept, by URL: a SQLite file by default, any database that SQLAlchemy speaks to, or a journal.
+"""Storages of studies, by URL: a SQLite file by default, any database that SQLAlchemy supports, or a journal.
 
 studies.sqlite3, sqlite:////tmp/studies.sqlite3        a file, for one machine
 postgresql+psycopg://user:password@host/database       for several machines
@@ -29,11 +29,11 @@ from embforge.codegen.tuned.stores import user_dir
 
 DEFAULT_FILE = "studies.sqlite3"
 BUSY_SECONDS = 60.0
-"""How long a process waits for another one's write to SQLite."""
+"""Seconds for which a process waits for another one's write to SQLite."""
 OPEN_ATTEMPTS = 5
-"""Two processes that open an empty database at the same time may trip over each other's tables, once."""
+"""How often to try: two processes that create the tables of an empty database at the same time may fail once."""
 TAIL_BYTES = 65536
-"""Read at a time to find where a journal's last whole line ends."""
+"""Bytes that are read at a time to find the end of a journal's last whole line."""
 
 DRIVERS = {
     "psycopg": "psycopg[binary]",
@@ -41,21 +41,21 @@ DRIVERS = {
     "pymysql": "pymysql",
     "MySQLdb": "mysqlclient",
 }
-"""What to install for a module that is missing."""
+"""What to install if a module is missing."""
 FORMS = "a SQLite file, sqlite:///FILE, postgresql+psycopg://USER:PASSWORD@HOST/NAME, journal:///FILE"
 
 
 class StorageError(EmbforgeError, RuntimeError):
-    """A study storage that cannot be used: names the URL (without its password), what is wrong and the remedy."""
+    """A study storage cannot be used. The message has the URL (without its password), the reason and the remedy."""
 
 
 def default_url() -> str:
-    """`EMBFORGE_STUDIES` (a file or a URL), else a SQLite file in the user's store of tuned results."""
+    """`EMBFORGE_STUDIES` (a file or a URL), or by default a SQLite file in the user's store of tuned results."""
     return os.environ.get("EMBFORGE_STUDIES") or str(user_dir() / DEFAULT_FILE)
 
 
 def open_storage(url: str | None = None) -> BaseStorage:
-    """The storage behind a URL or a SQLite file's path; None: `default_url()`. `StorageError` if it cannot be used."""
+    """The storage of a URL or a SQLite file's path (None: `default_url()`). `StorageError` if it cannot be used."""
     quiet_optuna()
     text = url or default_url()
     what = f"study storage {masked(text)}"
@@ -65,7 +65,7 @@ def open_storage(url: str | None = None) -> BaseStorage:
             if scheme == "journal" and separator:
                 return _journal_file(Path(rest).expanduser().absolute())
             parsed = make_url(text) if separator else URL.create("sqlite", database=text)
-            if "@" in (parsed.host or ""):  # what stands before it is a part of the password
+            if "@" in (parsed.host or ""):  # everything before it is a part of the password
                 raise StorageError(f"{what}: two @ before the host; write an @ of the password as %40")
             on_disk = parsed.get_backend_name() == "sqlite" and parsed.database not in (None, "", ":memory:")
             return _sqlite(parsed) if on_disk else get_storage(_database(parsed))
@@ -83,7 +83,7 @@ def open_storage(url: str | None = None) -> BaseStorage:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """What a storage that cannot be reached or written raises inside becomes a `StorageError` about `what`."""
+    """Turns exceptions of a storage that cannot be reached or written into a `StorageError` about `what`."""
     try:
         yield
     except (StorageInternalError, SQLAlchemyError) as error:
@@ -91,12 +91,12 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def quiet_optuna() -> None:
-    """Optuna reports every trial; we do that ourselves."""
+    """Optuna reports every trial, and so does the tuner."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def masked(text: str) -> str:
-    """The text without any URL's password. Rather too much is hidden than too little: a password may hold anything."""
+    """The text without passwords of URLs. It hides too much rather than too little."""
     text = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", text)
     return re.sub(r"((?:password|passwd|pwd)=)[^&\s]*", r"\1***", text, flags=re.IGNORECASE)
 
@@ -109,7 +109,7 @@ def _unusable(what: str, error: BaseException) -> StorageError:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what is wrong; Optuna wraps it into a sentence about something else."""
+    """The first line of the original error, which Optuna wraps into a sentence about something else."""
     cause = error.__cause__ if isinstance(error, StorageInternalError | ImportError) else None
     lines = str(cause or error).strip().splitlines()
     return masked(lines[0]) if lines else type(error).__name__
@@ -146,7 +146,7 @@ def _journal_file(path: Path) -> BaseStorage:
 
 
 class _MendingLock(JournalFileSymlinkLock):
-    """Removes a line that a killed process left without its end: behind it, the next one would spoil the journal."""
+    """Removes a last line without an end, which a killed process left: the next line would spoil the journal."""
 
     def acquire(self) -> bool:
         super().acquire()

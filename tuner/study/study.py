@@ -1,7 +1,7 @@
-"""The search: takes points, has them built ahead, screens one after the other, writes down what came of each.
+"""The search: it takes points, builds them ahead, screens them one after the other, and records each outcome.
 
-Trials are screened in the order in which they were taken, and each is chosen when a fixed number before it is known:
-how long a compilation takes changes nothing, so the same measurements lead to the same trials.
+Trials are screened in the order in which they were taken, and each is chosen when a fixed number of trials before it
+are finished: how long a compilation takes does not matter, so the same measurements lead to the same trials.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from embforge.tuner.study.storage import storage_errors
 from embforge.tuner.study.trials import Held, Trials
 
 LOOK_SECONDS = 0.5
-"""How often the clock is looked at while a compiler works."""
+"""How often the clock is checked while a compiler works."""
 
-BuildResult = Built | CompileFailed | Invalid
+BuildResult = Built[Plan] | CompileFailed | Invalid
 
 
 class Builds(Protocol):
@@ -52,19 +52,19 @@ class Best:
 
 @dataclass(frozen=True)
 class Started:
-    """The study is open and the judge ready."""
+    """An event: the study is open and the judge is ready."""
 
     study: str
     points: int
-    """Of the space."""
+    """The number of points of the space."""
     known: int
-    """Trials that had finished before."""
+    """How many trials had finished before."""
     best: Best | None
 
 
 @dataclass(frozen=True)
 class Building:
-    """A trial was taken; its kernel is being compiled."""
+    """An event: a trial was taken, and its kernel is being compiled."""
 
     number: int
     params: Params
@@ -72,7 +72,7 @@ class Building:
 
 @dataclass(frozen=True)
 class Screening:
-    """A trial's kernel is there; it is being verified and timed."""
+    """An event: a trial's kernel is built, and it is being verified and timed."""
 
     number: int
     params: Params
@@ -80,14 +80,14 @@ class Screening:
 
 @dataclass(frozen=True)
 class Screened:
-    """A trial has finished."""
+    """An event: a trial has finished."""
 
     number: int
     params: Params
     outcome: Outcome
     best: Best | None
     counts: Counter[str]
-    """Of all finished trials of the study that this process knows, by kind."""
+    """The number of outcomes by kind, over all finished trials of the study that this process knows."""
 
 
 SearchEvent = Started | Building | Screening | Screened
@@ -95,7 +95,7 @@ SearchEvent = Started | Building | Screening | Screened
 
 @dataclass
 class Standing:
-    """What has come of the study so far, kept up without reading it again."""
+    """The outcomes of the study so far, updated without reading them again."""
 
     counts: Counter[str] = field(default_factory=Counter)
     best: Best | None = None
@@ -107,7 +107,7 @@ class Standing:
 
 
 def standing_of(trials: Trials) -> Standing:
-    """Of all that the storage knows."""
+    """The tally of all trials in the storage."""
     standing = Standing()
     for number, (params, outcome) in trials.outcomes().items():
         standing.add(number, params, outcome)
@@ -127,10 +127,10 @@ def search(
     ledger: Ledger | None = None,
     progress: Callable[[SearchEvent], object] = lambda event: None,
 ) -> int:
-    """Screens until `deadline` (of `time.monotonic`), `most` trials or the space's end. How many it finished.
+    """Screens until `deadline` (of `time.monotonic`), `most` trials or the end of the space; returns their number.
 
-    `ahead` trials at most are taken and being built at a time. Whatever ends the search, Ctrl-C included, trials that
-    it has not finished are given back. `StorageError` if the storage goes away meanwhile.
+    At most `ahead` trials are taken and being built at the same time. However the search ends, even by Ctrl-C, it gives
+    back trials that it has not finished. `StorageError` if the storage becomes unavailable.
     """
     with storage_errors(f"study {trials.name}"):
         search = _Search(trials, plan_of, builder, judge, ledger or Ledger(), progress)
@@ -150,7 +150,7 @@ def search(
 
 
 class _Search:
-    """The trials in hand, oldest first."""
+    """The trials that this process has taken, the oldest first."""
 
     def __init__(
         self,
@@ -207,7 +207,9 @@ class _Search:
         return finished
 
     def give_back(self) -> None:
-        with suppress(StorageInternalError, SQLAlchemyError):  # of a storage that is gone: claims end with this process
+        with suppress(
+            StorageInternalError, SQLAlchemyError
+        ):  # the storage is unavailable; claims end with this process anyway
             for held, _ in self.queue:
                 self._trials.give_back(held)
         self.queue.clear()
@@ -231,7 +233,7 @@ class _Search:
 def _facts_of(built: BuildResult) -> dict[str, Any]:
     if not isinstance(built, Built):
         return {}
-    with suppress(FileNotFoundError):  # somebody emptied the cache meanwhile
+    with suppress(FileNotFoundError):  # the cache was emptied in the meantime
         size = Path(built.binary).stat().st_size
         return {"cached": built.cached, "binary_bytes": size, "resources": [dict(symbol) for symbol in built.resources]}
     return {"cached": built.cached}

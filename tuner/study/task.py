@@ -1,4 +1,4 @@
-"""What is tuned: one op of a spec on one machine under named workloads. Everything that a study is known by."""
+"""The task of a study: one op of a spec on one machine under some workloads."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from embforge.codegen.errors import ToolchainError
 from embforge.codegen.machine import find_compiler, host_isa, package_version
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.plan import Plan
+from embforge.codegen.plans import update_named
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.plans import update_named
+from embforge.codegen.target import TUNED, target_named
 from embforge.codegen.tuned.choose import choose, key_of
 from embforge.codegen.tuned.hardware import gpu_hardware
 from embforge.codegen.tuned.record import Hardware, Key
 from embforge.codegen.tuned.shape import rule_named, shape_of
-from embforge.tuner.judge.judge import Cache
 from embforge.tuner.estimate.seeds import load_seeds
+from embforge.tuner.judge.judge import Cache
 from embforge.tuner.search.space import Space, covering_points, settle, space_of
 from embforge.tuner.workload.workload import Workload, parse, traffic
 
 STUDY_SCHEMA = 1
-"""Raised whenever what a study means or holds changes, so that old trials are not taken for new ones."""
+"""The version of studies, raised whenever their meaning or content changes, so that old trials are not used."""
 DIGEST_DIGITS = 10
 EXAMPLES = 4
 ESTIMATED_FIRST = 8
-"""Plans of an estimate that a measured run begins with."""
+"""How many plans of an estimate a measured run begins with."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,18 @@ class Task:
     space: Space
     workloads: tuple[str, ...]
     baseline: Params | None
-    """What the search starts from and is compared with; None: the default."""
+    """The point at which the search starts and with which candidates are compared; None: the default."""
     cache: Cache = "warm"
     id_dtype: str = "int64"
 
     @property
     def op(self) -> str:
-        """forward or backward."""
+        """The op: forward or backward."""
         return self.space.op
 
     @property
     def rule(self) -> str | None:
-        """As results are known by it."""
+        """The name of the update in keys of results."""
         return None if self.train is None else rule_named(self.update)
 
     @property
@@ -70,21 +71,21 @@ class Task:
 
     @property
     def anchor(self) -> Plan:
-        """The plan that every candidate is timed beside."""
+        """The plan with which every candidate is compared, in the same rounds."""
         return self.plan(self.baseline or self.default)
 
     def plan(self, params: Params) -> Plan:
-        """The plan of a point: of a backward without an update the reduction."""
+        """The plan of a point; for a backward without an update, the reduction."""
         op = "reduce" if self.op == "backward" and self.update is None else self.op
         return Plan(op, self.target, self.arch, self.id_dtype, self.spec, params, self.update)
 
     def key(self, workload: str) -> Key:
-        """What a result on that workload is known by."""
+        """The key of a result for that workload."""
         asked = traffic(self.spec, parse(workload))
         return key_of(self.op, self.target, self.spec, self.hardware, self.rule, asked, self.id_dtype, self.cache)
 
     def seeds(self) -> list[Params]:
-        """What to try first: the baseline or the default, the stores' nearest results, what was estimated."""
+        """Points to try first: the baseline or the default, the stores' nearest results, the best of an estimate."""
         found = [self.baseline or self.default]
         for workload in self.workloads:
             numbers = self.key(workload).traffic
@@ -92,13 +93,13 @@ class Task:
             choice = choose(self.op, self.target, self.spec, self.hardware, traffic=numbers, **known)
             if choice.record is not None:
                 found.append(choice.params)
-        if self.target == "cuda":  # what was estimated without a GPU
+        if target_named(self.target).needs_gpu:  # what was estimated without a GPU
             found += load_seeds(self.op, self.arch, self.spec, self.update, count=ESTIMATED_FIRST)
         return list(dict.fromkeys(settle(self.space, params) for params in found))
 
     @cached_property
     def name(self) -> str:
-        """The study's: equal for equal tasks, spec's name included, on equal machines, templates and compilers."""
+        """The study's name: equal for equal tasks, with the spec's name, on equal machines, templates and compilers."""
         means = {
             "schema": STUDY_SCHEMA,
             "op": [self.op, self.target, self.arch, self.rule, self.id_dtype],
@@ -116,11 +117,11 @@ class Task:
         return f"{self.op}{rule}-{self.target}-{self.arch}-{self.spec.name or 'collection'}-{digest}"
 
     def _examples(self) -> list[Params]:
-        """A few points that show what the templates make of every field."""
+        """A few points whose sources show the effect of every field."""
         return [self.default, *covering_points(self.space)[:EXAMPLES]]
 
     def about(self) -> dict[str, Any]:
-        """Plain data to be kept with the study, so that whoever opens the storage can read it."""
+        """Plain data about the task that is stored with the study, for readers of the storage."""
         space = {"fields": self.space.fields, "size": self.space.size, "points": len(self.space.points)}
         return {
             "schema": STUDY_SCHEMA,
@@ -141,9 +142,9 @@ class Task:
         }
 
     def versions(self) -> dict[str, str]:
-        """Of all that a time may depend on."""
+        """The versions of everything on which a time may depend."""
         packages = {name: package_version(name) or "not installed" for name in ("embforge", "torch", "optuna")}
-        compiler = {"compiler": find_compiler().version} if self.target == "cpu" else {}
+        compiler = {"compiler": find_compiler().version} if target_named(self.target).is_native else {}
         return {"python": platform.python_version(), "system": platform.platform()} | packages | compiler
 
 
@@ -157,15 +158,15 @@ def task_of(
     cache: Cache = "warm",
     id_dtype: str = "int64",
 ) -> Task:
-    """The task on this machine: a forward, or with `train` the backward that the rule makes (`none`: gradients only).
+    """The task on this machine: a forward, or with `train` the backward of that rule (`none`: gradients only).
 
-    `ToolchainError` if `on` is "cuda" and there is no GPU; `PlanError`, `RuleError` and `WorkloadError` for what the
-    user got wrong.
+    `ToolchainError` if `on` is "cuda" and there is no GPU; `PlanError`, `RuleError` and `WorkloadError` for mistakes of
+    the user.
     """
     hardware, arch = _hardware(on)
     op = "forward" if train is None else "backward"
     update = None if train is None else update_named(train)
-    # One of each, in the order given.
+    # The different ones, in their order.
     texts = tuple(dict.fromkeys(str(parse(w) if isinstance(w, str) else w) for w in workloads or (Workload(),)))
     return Task(
         spec=spec,
@@ -183,20 +184,20 @@ def task_of(
 
 
 def builders(task: Task) -> int:
-    """How many compilers run at a time."""
+    """How many compilers run at the same time."""
     return max(1, min(8, task.hardware.sizes.get("cores", os.cpu_count() or 1)))
 
 
 def _hardware(on: str) -> tuple[Hardware, str]:
-    """What modules on this machine find themselves on, so that they find the results."""
+    """The hardware as modules on this machine describe it, so that they find the results."""
     import torch
 
-    if on == "cpu":
+    if on not in TUNED:
+        raise ToolchainError(f"tune --on {on!r} is not known; allowed: {', '.join(TUNED)}")
+    if target_named(on).hardware == "cpu":
         from embforge.plan_choice import cpu_hardware
 
         return cpu_hardware(), host_isa()
-    if on != "cuda":
-        raise ToolchainError(f"tune --on {on!r} is not known; allowed: cpu, cuda")
     if not torch.cuda.is_available():
         raise ToolchainError(
             "tune --on cuda needs a CUDA device and a torch built for it; none is here. Nothing was tuned; "
@@ -209,5 +210,5 @@ def _hardware(on: str) -> tuple[Hardware, str]:
 
 
 def _plain(data: Any) -> Any:
-    """As JSON gives it back, so that what is stored compares equal to what is to be stored."""
+    """The data after a round trip through JSON, so that they equal what is stored."""
     return json.loads(json.dumps(data))

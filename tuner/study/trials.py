@@ -1,9 +1,9 @@
 """The trials of a study in its storage: taken by one process each, finished once, never lost.
 
-A trial's user attributes, for whoever reads a storage (a report, optuna-dashboard):
+A trial's user attributes, for readers of a storage (a report, optuna-dashboard):
 
     params     plain data of the point            uri      of its plan
-    claim      who works on it (`claims.Claim`)   outcome  `outcome.to_data`, all samples; of a duplicate: its kind
+    claim      who works on it (`claims.Claim`)   outcome  `outcome.to_data`, all samples; for a duplicate, its kind
     seconds    by phase: compiling (waited for), verifying, timing
     build      cached, binary_bytes, resources (figures per symbol of the binary)
 
@@ -24,14 +24,14 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from embforge.codegen.params import Params
-from embforge.tuner.study.claims import Claim
 from embforge.tuner.judge.outcome import KINDS, Outcome, Timed, from_data, to_data
-from embforge.tuner.study.sampler import Sampler, Tried, distributions
 from embforge.tuner.search.space import Space, decode, encode
+from embforge.tuner.study.claims import Claim
+from embforge.tuner.study.sampler import Sampler, Tried, distributions
 from embforge.tuner.study.storage import storage_errors
 
 DUPLICATE = "duplicate"
-"""What came of a trial whose point another process took at the same moment: nothing; it does not count."""
+"""The kind of a trial whose point another process took at the same moment. Such trials do not count."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Held:
     params: Params
     claim: Claim
     taken_over: bool = False
-    """From somebody who stopped or died; another process may have done the same at that moment."""
+    """Whether it was taken over from a process that stopped or died; another process may have taken it over as well."""
 
 
 class Trials:
-    """All trials of one study. Opens the study or makes it; `about` is kept with it, for readers."""
+    """All trials of one study. Opens the study or creates it; `about` is stored with it, for readers."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class Trials:
             self.study = optuna.create_study(
                 storage=storage, study_name=name, direction="minimize", load_if_exists=True
             )
-        self._storage = self.study._storage  # reads of finished trials are kept there, so that each is read once
+        # optuna's own keeps what it read of finished trials, so that each is read once; it has no public name.
+        self._storage = self.study._storage  # noqa: SLF001
         self._study_id = self._storage.get_study_id_from_name(name)
         self._space, self._uri_of = space, uri_of
         self._distributions = distributions(space)
@@ -73,18 +74,18 @@ class Trials:
 
     @property
     def points(self) -> int:
-        """Of the space."""
+        """The points of the space."""
         return len(self._space.points)
 
     def tell_about(self, about: Mapping[str, Any]) -> None:
-        """Keeps facts with the study; one that it has already is replaced."""
+        """Stores facts with the study; existing ones are replaced."""
         known = self.study.user_attrs
         for key, value in about.items():
             if key not in known or known[key] != value:
                 self.study.set_user_attr(key, value)
 
     def outcomes(self) -> dict[int, tuple[Params, Outcome]]:
-        """What came of every finished trial, by number."""
+        """The outcomes of all finished trials, by number."""
         found = {}
         for trial in self._read():
             tried = self._tried(trial)
@@ -93,9 +94,9 @@ class Trials:
         return found
 
     def take(self, sampler: Sampler) -> Held | None:
-        """A trial to work on: one that somebody left, else a new one. None if every point is taken."""
+        """A trial to work on: one that another process left, or a new one. None if every point is taken."""
         fresh = not self._latest
-        trials = self._latest or self._read()  # what was read behind the last trial's making is new enough
+        trials = self._latest or self._read()  # what was read after the last trial was made is new enough
         while True:
             if (left := self._take_left(trials)) is not None:
                 return left
@@ -107,26 +108,26 @@ class Trials:
             trials, fresh = self._read(), True
 
     def holds(self, held: Held) -> bool:
-        """Whether the trial is ours: of two processes that take over a trial at once, the last has it."""
+        """Whether this process has the trial: if two take it over at the same time, the last one has it."""
         if not held.taken_over and time.time() < held.claim.until:
-            return True  # nobody takes a trial from a living process
+            return True  # no process takes a trial from a living one
         trial = self._storage.get_trial(held.id)
         claim = _claim_of(trial)
         return trial.state == TrialState.RUNNING and claim is not None and claim.id == held.claim.id
 
     def renew(self, held: Held) -> Held:
-        """The trial under a claim that lasts, if its claim is old."""
+        """The trial, with its claim renewed if that is old."""
         if not held.claim.is_old or not self.holds(held):
             return held
         claim = held.claim.renewed()
         try:
             self._storage.set_trial_user_attr(held.id, "claim", claim.to_data())
-        except UpdateFinishedTrialError:  # of somebody whose clock is ahead of ours
+        except UpdateFinishedTrialError:  # from a machine whose clock is ahead of this one's
             return held
         return replace(held, claim=claim)
 
     def finish(self, held: Held, outcome: Outcome, **attributes: Any) -> bool:
-        """Writes what came of a trial, with further attributes. False if somebody else has it now."""
+        """Writes the outcome of a trial, with further attributes. False if another process has it now."""
         if not self.holds(held):
             return False
         score = outcome.score if isinstance(outcome, Timed) else None
@@ -143,10 +144,10 @@ class Trials:
         return True
 
     def give_back(self, held: Held) -> None:
-        """Leaves a trial to whoever comes next, unchanged."""
+        """Leaves a trial unchanged, for the next process."""
         if self.holds(held):
             with suppress(UpdateFinishedTrialError):
-                ended = replace(held.claim, until=0.0)  # whoever dies while taking it leaves it takeable
+                ended = replace(held.claim, until=0.0)  # if a process dies while taking it, others can still take it
                 self._storage.set_trial_user_attr(held.id, "claim", ended.to_data())
                 self._storage.set_trial_state_values(held.id, TrialState.WAITING)
 
@@ -155,7 +156,7 @@ class Trials:
         return self._latest
 
     def _tried(self, trial: FrozenTrial) -> Tried | None:
-        """None for a duplicate, and for a trial that another program put here."""
+        """None for a duplicate, and for a trial that another program made."""
         if trial.number not in self._finished:
             found = self._decoded(trial)
             if not trial.state.is_finished():
@@ -171,7 +172,7 @@ class Trials:
         return Tried(trial.number, decode(self._space, trial.params), trial.value if done else None, pending=not done)
 
     def _take_left(self, trials: list[FrozenTrial]) -> Held | None:
-        """A trial that waits, or whose owner is gone."""
+        """A trial that waits, or whose owner has ended."""
         for trial in trials:
             if (tried := self._tried(trial)) is None or not tried.pending or not _is_left(trial):
                 continue
@@ -188,12 +189,12 @@ class Trials:
                         continue
                     if now.user_attrs.get("outcome", {}).get("kind") not in KINDS:
                         return held
-                    # Its owner died between the last two writes: it was measured, and is not measured again.
+                    # Its owner died between the last two writes: it was measured, so it is only finished.
                     self.finish(held, from_data(now.user_attrs["outcome"]))
         return None
 
     def _make(self, params: Params) -> Held | None:
-        """A new trial in one step: there is never one without its point and its owner. None if it is a duplicate."""
+        """Makes a trial in one step, so that no trial is without its point and its owner. None if it is a duplicate."""
         claim = Claim.mine()
         about = {"claim": claim.to_data(), "params": asdict(params), "uri": self._uri_of(params)}
         template = create_trial(
@@ -208,9 +209,9 @@ class Trials:
         return None if self._gives_way(held, trials) else held
 
     def _gives_way(self, held: Held, trials: list[FrozenTrial]) -> bool:
-        """Ends a trial whose point an earlier one holds.
+        """Ends a trial whose point an earlier one has.
 
-        Numbers are given one after the other: of two equal trials made at once, the later always sees the earlier.
+        Numbers are assigned one after the other: of two equal trials made at the same time, the later sees the earlier.
         """
         earlier = (self._tried(trial) for trial in trials if trial.number < held.number)
         if not any(tried is not None and tried.params == held.params for tried in earlier):

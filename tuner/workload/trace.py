@@ -189,10 +189,10 @@ def _check_numbers(path: str, spec: CollectionSpec, trace: Trace, order: list[in
                 f"trace {path}: id {largest} of feature {feature.name!r} is not a row of table {feature.table!r}; "
                 f"allowed: 0 to {rows - 1} (recorded with {trace.rows[index]} rows); record it with tables of this size"
             )
-        if feature.pooling == "concat" and feature.hotness is not None:
+        if feature.slots:
             longest = int(trace.lengths_of(index).max(initial=0))
-            if longest > feature.hotness:
+            if longest > feature.slots:
                 raise WorkloadError(
-                    f"trace {path}: a bag of feature {feature.name!r} has {longest} ids, hotness={feature.hotness} "
-                    f"allows {feature.hotness}; raise hotness or record it again"
+                    f"trace {path}: a bag of feature {feature.name!r} has {longest} ids, hotness={feature.slots} "
+                    f"allows {feature.slots}; raise hotness or record it again"
                 )

@@ -26,7 +26,14 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec
 from embforge.codegen.tuned.record import Traffic
 from embforge.tuner.workload.laws import Fixed, Geometric, IdLaw, LengthLaw, Rng, Skew, Uniform, Zipf
 from embforge.tuner.workload.laws import Ints as Ints
-from embforge.tuner.workload.trace import Recorded, RecordedLengths, load, recorded_batch, recorded_lengths, recorded_skew
+from embforge.tuner.workload.trace import (
+    Recorded,
+    RecordedLengths,
+    load,
+    recorded_batch,
+    recorded_lengths,
+    recorded_skew,
+)
 
 GRAMMAR = (
     "[uniform|zipf:S|trace:FILE][,len=fixed:L|geo:MEAN|skew:SHORT:LONG:SHARE|trace:FILE][,batch=N], "
@@ -168,8 +175,8 @@ def _length_laws(spec: CollectionSpec, workload: Workload) -> Sequence[LengthLaw
 
 def _lengths(rng: Rng, law: LengthLaw, feature: FeatureSpec, count: int) -> Ints:
     drawn = law.draw(rng, count)
-    if feature.pooling == "concat" and feature.hotness is not None:
-        drawn = np.minimum(drawn, feature.hotness)
+    if feature.slots:
+        drawn = np.minimum(drawn, feature.slots)
     return drawn
 
 

@@ -9,9 +9,9 @@ import click
 from embforge.cli.common import console, json_option, print_json
 
 
-@click.group()
+@click.group(short_help="List or empty the cache of compiled kernels.")
 def cache() -> None:
-    """The cache of compiled kernels (EMBFORGE_CACHE_DIR, else the platform's)."""
+    """List or empty the cache of compiled kernels: EMBFORGE_CACHE_DIR, or by default the platform's cache directory."""
 
 
 @cache.command("ls")
@@ -21,7 +21,7 @@ def list_(as_json: bool) -> None:
     from embforge.codegen.cache import entries
 
     directory = _directory()
-    found = [
+    kernels = [
         {
             "uri": entry.directory.parent.name,
             "key": entry.directory.name,
@@ -31,15 +31,24 @@ def list_(as_json: bool) -> None:
         for entry in entries(directory)
     ]
     if as_json:
-        print_json({"directory": str(directory), "kernels": found})
+        print_json({"directory": str(directory), "kernels": kernels})
         return
-    for kernel in found:
-        click.echo(f"{kernel['bytes']:>10,}  {kernel['uri']}/{kernel['key']}")
-    total = sum(int(str(kernel["bytes"])) for kernel in found)
-    click.echo(f"{len(found)} kernels, {total:,} bytes of binaries in {directory}")
+    from rich.table import Table
+
+    from embforge.codegen.reading.numbers import size
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for kernel in kernels:
+        table.add_row(size(int(str(kernel["bytes"]))), f"{kernel['uri']}\n{kernel['key']}")
+    if kernels:
+        console().print(table, markup=False)
+    total = size(sum(int(str(kernel["bytes"])) for kernel in kernels))
+    console().print(f"{len(kernels)} kernels, {total} of binaries in {directory}", markup=False)
 
 
-@cache.command()
+@cache.command(short_help="Remove every kernel from the cache.")
 @json_option
 def clear(as_json: bool) -> None:
     """Remove every kernel from the cache; they are compiled again when needed."""
@@ -50,7 +59,9 @@ def clear(as_json: bool) -> None:
     if as_json:
         print_json({"directory": str(directory), "freed_bytes": freed})
     else:
-        console().print(f"freed {freed:,} bytes in {directory}", soft_wrap=True)
+        from embforge.codegen.reading.numbers import size
+
+        console().print(f"freed {size(freed)} in {directory}", markup=False)
 
 
 def _directory() -> Path:
@@ -59,5 +70,5 @@ def _directory() -> Path:
 
     directory = cache_dir()
     if directory.exists() and not directory.is_dir():
-        raise CacheError(f"the cache {directory} is not a directory; point EMBFORGE_CACHE_DIR to one")
+        raise CacheError(f"the cache {directory} is not a directory; set EMBFORGE_CACHE_DIR to one")
     return directory

@@ -1,4 +1,4 @@
-"""What the commands share: the SPEC argument, --json, --param, exit codes, plans from options, the screen."""
+"""Options, exit codes, plans and output that several commands share."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from embforge.codegen.plan import Plan
     from embforge.codegen.spec import CollectionSpec
 
 OK, CHECK_FAILED, USAGE_ERROR, TOOLCHAIN_ERROR = 0, 1, 2, 3
 EXIT_CODES = (
-    "Exit codes: 0 all well; 1 a check failed, Ctrl-C or an unexpected error; 2 wrong usage or a wrong spec; "
+    "Exit codes: 0 success; 1 a check failed, Ctrl-C or an unexpected error; 2 wrong usage or a wrong spec; "
     "3 a compiler or kernel is missing, a compilation failed or a file cannot be read or written."
 )
 JSON_ASKED, JSON_PRINTED = "embforge.json", "embforge.printed"
-"""In a context's `meta`: whether --json was given, and whether the document is printed."""
+"""Keys of a context's `meta`: whether the user wrote --json, and whether the document is printed already."""
 
 
 def load_spec(text: str) -> CollectionSpec:
-    """The spec in a file, or the shipped example of that name. `SpecError` otherwise."""
+    """The spec in a file, or the shipped example of that name; raises `SpecError` if there is neither."""
     from embforge.codegen.errors import SpecError
-    from embforge.codegen.spec import CollectionSpec
     from embforge.codegen.reading.suggestions import did_you_mean
+    from embforge.codegen.spec import CollectionSpec
 
     shipped = {Path(item.name).stem: item for item in files("embforge.specs").iterdir() if item.name.endswith(".toml")}
     path = Path(text)
-    if text in shipped and not path.is_file():  # a directory of that name, as `gen dlrm --out dlrm` makes, is no spec
-        # Without its file: nobody's project lies in the package.
+    if text in shipped and not path.is_file():  # `gen dlrm --out dlrm` makes a directory of that name, which is no spec
+        # The spec forgets its file, so that no store of tuned results is looked for inside the package.
         return CollectionSpec.from_dict(CollectionSpec.from_toml(Path(str(shipped[text]))).to_dict())
     if not path.exists():
         beside = (item.name for item in path.parent.glob("*.toml"))
@@ -46,7 +47,7 @@ def load_spec(text: str) -> CollectionSpec:
 
 
 def spec_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """SPEC: a path to a spec file, or the bare name of one that ships with embforge."""
+    """Adds the argument SPEC: the path of a spec file, or the name of an example that ships with embforge."""
     return click.argument("spec", callback=lambda ctx, param, value: load_spec(value))(command)
 
 
@@ -59,9 +60,9 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--json",
         "as_json",
         is_flag=True,
-        is_eager=True,  # before SPEC is read, so that its errors are JSON too
+        is_eager=True,  # parsed before SPEC is read, so that errors of the spec are JSON too
         callback=remember,
-        help='Print one JSON document instead of text; an error is one with the key "error": see `embforge --help`.',
+        help='Print one JSON document instead of text; errors have the key "error" (see `embforge --help`).',
     )(command)
 
 
@@ -71,18 +72,19 @@ def param_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "overrides",
         multiple=True,
         metavar="FIELD=VALUE",
-        help="Override a plan field, e.g. prefetch_bytes=4096 or pipeline=8,2. Changes speed, never results.",
+        help="Set a plan field, e.g. prefetch_bytes=4096 or pipeline=8,2. It changes speed, never results. Repeatable.",
     )(command)
 
 
 def plans_for(
     spec: CollectionSpec, target: str, archs: Iterable[str], id_dtypes: Iterable[str], overrides: Iterable[str]
 ) -> list[Plan]:
-    """The forward plans of a spec, an arch and an id type each."""
-    from embforge.codegen.plan import Plan
+    """The forward plans of a spec: one for each combination of architecture and id type."""
+    from embforge.codegen.plans import SERVING, training_plans
 
     params = params_of(target, overrides)
-    return [Plan("forward", target, arch, ids, spec, params) for arch in archs for ids in id_dtypes]
+    plans = [training_plans(spec, target, arch, ids, params) for arch in archs for ids in id_dtypes]
+    return [each[name] for each in plans for name in SERVING if name in each]
 
 
 def training_plans_for(
@@ -94,44 +96,56 @@ def training_plans_for(
     rules: Iterable[str],
     accumulate: bool,
 ) -> list[Plan]:
-    """All plans that training a spec by each of the rules may run, none of them twice. Overrides name fields of a
-    forward or of a backward: each goes where its field is."""
+    """All plans that training a spec with each of the rules may run, without duplicates.
+
+    Overrides set fields of forward plans or of backward plans, whichever have the field.
+    """
     from embforge.codegen.plans import training_plans, update_named
 
     forward, backward = _split_overrides(target, overrides)
-    params, behind = params_of(target, forward), params_of(target, backward, "backward")
-    found: dict[str, Plan] = {}
+    forward_params, backward_params = params_of(target, forward), params_of(target, backward, "backward")
+    by_uri: dict[str, Plan] = {}
     for update in [update_named(rule) for rule in rules]:
         for arch in archs:
             for ids in id_dtypes:
                 plans = training_plans(
-                    spec, target, arch, ids, params, behind, update, accumulate and update is not None
+                    spec,
+                    target,
+                    arch,
+                    ids,
+                    forward_params,
+                    backward_params,
+                    update,
+                    accumulate and update is not None,
                 )
-                found |= {plan.uri: plan for plan in plans.values()}
-    return list(found.values())
+                by_uri |= {plan.uri: plan for plan in plans.values()}
+    return list(by_uri.values())
 
 
 def _split_overrides(target: str, overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Overrides by the op whose params have the field; one that both have goes to both, one of neither to the first."""
+    """Overrides for forward plans and for backward plans.
+
+    A field that both have is set in both; one that neither has is left to the forward, which then names it in an error.
+    """
     from dataclasses import fields
 
     from embforge.codegen.params import params_type
 
     names = {op: {f.name for f in fields(params_type(target, op))} for op in ("forward", "backward")}
-    given = [(text, text.partition("=")[0].strip()) for text in overrides]
-    backward = [text for text, field in given if field in names["backward"]]
-    return [text for text, field in given if field in names["forward"] or field not in names["backward"]], backward
+    by_field = [(text, text.partition("=")[0].strip()) for text in overrides]
+    backward = [text for text, field in by_field if field in names["backward"]]
+    return [text for text, field in by_field if field in names["forward"] or field not in names["backward"]], backward
 
 
 def params_of(target: str, overrides: Iterable[str], op: str = "forward") -> Any:
-    """The target's default params with `field=value` overrides applied; `PlanError` names what is wrong."""
+    """The target's default params with `field=value` overrides applied; `PlanError` names a wrong field or value."""
     from embforge.codegen.params import params_from
 
     return params_from(target, fields_given(overrides, "--param"), op)
 
 
 def fields_given(overrides: Iterable[str], option: str) -> dict[str, Any]:
-    """Plan fields as `field=value` says them; `PlanError` names what is not of that form."""
+    """The plan fields that texts of the form `field=value` set; `PlanError` names a text of another form."""
     from embforge.codegen.errors import PlanError
 
     values = {}
@@ -146,7 +160,7 @@ def fields_given(overrides: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def print_json(data: Any) -> None:
-    """One JSON document: a command's answer. Infinities and NaN are null: JSON has no word for them."""
+    """Prints a command's answer as one JSON document. Infinities and NaN become null, because JSON has neither."""
     click.echo(json.dumps(finite(data), indent=2, allow_nan=False))
     ctx = click.get_current_context(silent=True)
     if ctx is not None:
@@ -154,15 +168,27 @@ def print_json(data: Any) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The screen. Progress goes to stderr, so that stdout stays what was asked for."""
+    """The screen. Progress goes to stderr, so that stdout holds only the command's answer."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False)
 
 
+def plain_table(*headings: str, title: str | None = None) -> Table:
+    """A table without lines between columns, which cost three of 80 characters each."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = None if title is None else escape(title)
+    return Table(
+        *headings, title=shown, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+
+
 @contextmanager
 def stage_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for work in stages; the function it gives is told the stage, steps done and steps in all."""
+    """Shows a progress bar on stderr. Call the yielded function with the stage's name, the steps done and all steps."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
@@ -174,7 +200,7 @@ def stage_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """A spinner on stderr for work of unknown length."""
+    """Shows a spinner on stderr during work of unknown length."""
     screen = console(stderr=True)
     with screen.status(title) if screen.is_terminal else nullcontext():
         yield

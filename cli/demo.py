@@ -1,4 +1,4 @@
-"""`embforge demo`: everything once, in a few minutes, on one example."""
+"""`embforge demo`: runs everything once, in a few minutes, on one example."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKLOAD = "zipf:1.05,batch=512"
 SECONDS = 8.0
 TUNING_SECONDS = 30.0
 PATIENCE = 20.0
-"""Seconds to wait for others to leave the machine alone before timing."""
+"""How many seconds to wait before timing until other processes leave the machine alone."""
 NEXT = """What to do next
   look at the kernels      {out}/*.cpp, {out}/*.cu
   with your own tables     write a spec like examples/specs/dlrm.toml
@@ -44,7 +44,7 @@ NEXT = """What to do next
                            you would be the first, and we would love to hear"""
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(epilog=EXIT_CODES, short_help="Run everything once on an example.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -55,18 +55,19 @@ NEXT = """What to do next
 @json_option
 @click.pass_context
 def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
-    """Everything once: one spec becomes a CPU kernel and cubins for eight GPU generations, checked, timed and tuned."""
-    from embforge.codegen.build import build
+    """Run everything once: turn an example spec into a CPU kernel and cubins for eight GPU generations; check them,
+    run the CUDA kernels on an emulated GPU, time and tune the CPU kernel."""
     from embforge.cli.bench import notes_of, timing_table
-    from embforge.cli.gen import default_archs, emit
     from embforge.cli.display.resources import resource_table
     from embforge.cli.display.tune_result import comparison_table, result_json
+    from embforge.cli.gen import default_archs, emit
     from embforge.cli.verify import check_table
+    from embforge.codegen.build import build
     from embforge.codegen.errors import ToolchainError
     from embforge.tuner.bench.forward import bench_spec
     from embforge.tuner.measure.quiet import wait_until_quiet
-    from embforge.tuner.report.page import headline
     from embforge.tuner.report.data import report_of
+    from embforge.tuner.report.page import headline
     from embforge.tuner.tune import tune
     from embforge.verify.lookups import verify
 
@@ -96,7 +97,7 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
         started = perf_counter()
         build(plans[-1], ahead_of_time=True)
         taken = 1e3 * (perf_counter() - started)
-        say(resource_table(gpu), f"   the next time, from the cache: {taken:.0f} ms a kernel")
+        say(resource_table(gpu), f"   the next time, from the cache: {taken:.0f} ms per kernel")
     except ToolchainError as error:  # macOS has no NVRTC; the rest of the demo works there
         say(f"   left out: {error}")
 
@@ -110,7 +111,7 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
         with stage_bar() as tell:
             executed = verify(spec, on="simt", params=[params_of("simt", [])], progress=tell).rows
         say(check_table(executed))
-    except ToolchainError as error:  # it needs Linux
+    except ToolchainError as error:  # the emulated GPU needs Linux
         executed = ()
         say(f"   left out: {error}")
     for row in (*checks, *executed):
@@ -128,8 +129,8 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
         tuned = tune(
             spec, workloads=[WORKLOAD], budget=TUNING_SECONDS, storage=str(Path(folder) / "studies.sqlite3"), store=None
         )
-        found = report_of(tuned.study)
-    say(*([comparison_table(found.finals, found.title)] if found.finals else []), f"   {headline(found)}")
+        tuning = report_of(tuned.study)
+    say(*([comparison_table(tuning.finals, tuning.title)] if tuning.finals else []), f"   {headline(tuning)}")
 
     passed = all(row.passed for row in (*checks, *executed)) and not report.disagreeing
     say("", NEXT.format(out=out))
@@ -137,5 +138,5 @@ def demo(ctx: click.Context, out: Path, as_json: bool) -> None:
         kernels = [cpu, *gpu]
         data = {"passed": passed, "directory": str(out), "kernels": kernels}
         data |= {"checks": [vars(row) for row in checks], "executed": [vars(row) for row in executed]}
-        print_json(data | {"bench": report.to_json(), "tuned": result_json(found)})
+        print_json(data | {"bench": report.to_json(), "tuned": result_json(tuning)})
     ctx.exit(OK if passed else CHECK_FAILED)

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
-FORM = "allowed: a number with h, m or s behind it, largest first, e.g. 90s, 3m or 1h30m"
+FORM = "allowed: numbers followed by h, m or s, largest unit first, e.g. 90s, 3m or 1h30m"
 
 
 class Duration(click.ParamType[float]):
-    """A command line option's seconds, above zero."""
+    """A command line option that takes a duration: a number of seconds above zero."""
 
     name = "duration"
 
@@ -26,21 +26,21 @@ class Duration(click.ParamType[float]):
 
 
 def seconds_of(text: str) -> float:
-    """The seconds of a text; `ValueError` says what is wrong with it and what is allowed."""
+    """The seconds that a text like `1h30m` means; `ValueError` says what is wrong with it and what is allowed."""
     number = r"(\d+(?:\.\d+)?)"
-    found = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.strip().lower())
-    if found is None or not any(found.groups()):
+    match = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.strip().lower())
+    if match is None or not any(match.groups()):
         missing = re.fullmatch(number, text.strip())
         hint = f"; did you mean {text.strip()}s or {text.strip()}m?" if missing else ""
         raise ValueError(f"{text!r} is not a duration{hint}; {FORM}")
-    seconds = sum(float(part) * unit for part, unit in zip(found.groups(default="0"), SECONDS.values(), strict=True))
+    seconds = sum(float(part) * unit for part, unit in zip(match.groups(default="0"), SECONDS.values(), strict=True))
     if seconds <= 0:
-        raise ValueError(f"{text!r} is no time at all; {FORM}")
+        raise ValueError(f"{text!r} is not above zero; {FORM}")
     return seconds
 
 
 def show_duration(seconds: float) -> str:
-    """`3m05s`, `45s`, `1h02m`: as `seconds_of` reads it, without what is below a second."""
+    """A duration in a form that `seconds_of` reads, in whole seconds: `3m05s`, `45s`, `1h02m`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,4 +1,4 @@
-"""`embforge env`: what a bug report needs to say about the machine."""
+"""`embforge env`: the facts about the machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = (
 )
 
 
-@click.command()
+@click.command(short_help="Show facts about this machine for a bug report.")
 @json_option
 def env(as_json: bool) -> None:
     """Show versions, compilers, the instruction set, caches and GPUs of this machine."""
@@ -43,17 +43,21 @@ def env(as_json: bool) -> None:
         print_json(facts)
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for section, items in facts.items():
         for number, (label, value) in enumerate(items.items()):
             shown = "not installed" if value is None and section == "packages" else "-" if value is None else str(value)
-            table.add_row(f"[bold]{section}[/]" if number == 0 else "", label, shown)
+            table.add_row(f"[bold]{section}[/]" if number == 0 else "", label, Text(shown))
     console().print(table)
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """The facts, by section."""
+    """Facts about the machine and the installation, by section."""
     import os
     import platform
 
@@ -88,15 +92,15 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def _tuned() -> dict[str, str]:
-    """The stores of tuned results as a spec without a file of its own sees them."""
+    """Directory and number of results of each store of tuned results, with the current directory as the project."""
     from embforge.codegen.tuned.stores import read_store, store_dirs
 
-    told: dict[str, str] = {}
+    stores: dict[str, str] = {}
     for name, directory in store_dirs().items():
-        found, problems = read_store(name, directory)
+        results, problems = read_store(name, directory)
         skipped = f", {len(problems)} skipped" if problems else ""
-        told[name] = f"{directory} ({len(found)} results{skipped})"
-    return told
+        stores[name] = f"{directory} ({len(results)} results{skipped})"
+    return stores
 
 
 def _gpus() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How commands fail: a sentence on stderr, an exit code and, with --json, one document on stdout.
 
-The document goes to stdout because that is where a program that asked for JSON reads: whatever happens, stdout holds
-exactly one document, and the exit code or its key `error` tells which kind it is.
+The document goes to stdout because a program that wants JSON reads it there: whatever happens, stdout holds exactly one
+document, and the exit code or the key `error` says whether it is an error.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from embforge.cli.common import JSON_ASKED, JSON_PRINTED, TOOLCHAIN_ERROR, USAGE
 UNEXPECTED = 1
 """Python's own exit code for an exception, and click's for Ctrl-C."""
 JSON_ERRORS = (
-    "With --json, stdout holds one JSON document whatever happens. That of an error is "
-    '{"error": {"type": "SpecError", "message": "...", "exit_code": 2}}; people find the message on stderr, too.'
+    "With --json, stdout holds one JSON document whatever happens. An error is written as "
+    '{"error": {"type": "SpecError", "message": "...", "exit_code": 2}}; the message is printed on stderr, too.'
 )
 _WORDS = "embforge.words"
-"""In a context's `meta`: all words of the command line."""
+"""A key of a context's `meta`: all words of the command line."""
 
 
 class Commands(click.Group):
-    """A group whose failures are one sentence and an exit code, and a document where JSON was asked for.
+    """A group of commands that report a failure by one sentence and an exit code, and with --json by a document.
 
-    Only unexpected errors have a traceback, after their document.
+    Only unexpected errors have a traceback, which follows their document.
     """
 
     def make_context(
@@ -48,13 +48,13 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (click.exceptions.Exit, BrokenPipeError):
-            raise  # no failure: the command is done, or the reader of its output left, and click ends quietly
+            raise  # no failure: the command is done, or its output is no longer read, and click ends quietly
         except click.ClickException as error:
             _tell_json(ctx, error, error.format_message(), error.exit_code)
-            raise  # click prints it beside the usage
+            raise  # click prints it together with the usage
         except (EmbforgeError, OSError) as error:
             sentence = _os_sentence(error) if isinstance(error, OSError) else str(error)
-            # Errors in what was given are ValueErrors (specs, plan fields, workloads); the rest concern this machine.
+            # Errors in the input (specs, plan fields, workloads) are ValueErrors; the others concern this machine.
             code = USAGE_ERROR if isinstance(error, ValueError) else TOOLCHAIN_ERROR
             _tell_json(ctx, error, sentence, code)
             click.echo(f"embforge: {sentence}", err=True)
@@ -68,14 +68,14 @@ class Commands(click.Group):
 
 
 def _tell_json(ctx: click.Context, error: BaseException, sentence: str, code: int) -> None:
-    """Prints the document, unless the answer is printed already: what goes wrong after it is no second document."""
+    """Prints the error as JSON unless the answer is printed already: stdout holds one document only."""
     asked = ctx.meta[JSON_ASKED] if JSON_ASKED in ctx.meta else _among(ctx.meta[_WORDS])
     if asked and JSON_PRINTED not in ctx.meta:
         print_json(_document(error, sentence, code))
 
 
 def _among(words: list[str]) -> bool:
-    """Whether a command line asks for JSON. Only for one with a mistake in it, which click has not read to its end."""
+    """Whether --json is in a command line that has a mistake, so that click has not read it to its end."""
     return "--json" in takewhile(lambda word: word != "--", words)
 
 

@@ -21,6 +21,7 @@ from embforge.cli.common import (
     training_plans_for,
 )
 from embforge.cli.tuned_plans import tuned_plans_for
+from embforge.codegen.target import TARGETS, target_named
 
 if TYPE_CHECKING:
     from embforge.codegen.plan import Plan
@@ -29,35 +30,39 @@ if TYPE_CHECKING:
 ID_CHOICES = {"int64": ("int64",), "int32": ("int32",), "both": ("int64", "int32")}
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(epilog=EXIT_CODES, short_help="Generate SPEC's kernels into a directory.")
 @spec_argument
-@click.option("--target", type=click.Choice(["cuda", "cpu", "simt"]), required=True, help="What the kernels run on.")
+@click.option("--target", type=click.Choice(list(TARGETS)), required=True, help="What to generate for.")
 @click.option(
     "--arch",
     "archs",
     multiple=True,
-    help="sm_75 .. sm_120, or avx512, avx2, neon, generic; may be repeated. Default: every GPU generation; this CPU.",
+    help="GPU generation (sm_75 .. sm_120) or CPU instruction set (avx512, avx2, neon, generic). Repeatable. Default: "
+    "every GPU generation, or the instruction set of this CPU.",
 )
-@click.option("--out", "out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Where to write.")
+@click.option(
+    "--out", "out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Directory to write into."
+)
 @click.option("--ids", type=click.Choice(list(ID_CHOICES)), default="int64", show_default=True, help="Type of the ids.")
 @click.option(
     "--train",
     "rules",
     multiple=True,
     metavar="RULE",
-    help="Emit what training by this rule takes, too: sgd, adam, rowwise_adagrad, ... with +l2, +decoupled, +clip or "
-    "+nearest for options that change the code, as adam+decoupled; a JSON file of an optimizer's update.to_dict(); "
-    "none: sparse gradients for torch.optim. May be repeated. Numbers such as the learning rate are never compiled in.",
+    help="Also generate the kernels that training with this rule needs: sgd, adam, rowwise_adagrad, ...; with +l2, "
+    "+decoupled, +clip or +nearest for options that change the code (adam+decoupled); a JSON file of an optimizer's "
+    "update.to_dict(); or none, for sparse gradients that torch.optim applies. Numbers such as the learning rate are "
+    "never compiled in. Repeatable.",
 )
-@click.option("--accumulate", is_flag=True, help="With --train: the kernels of accumulate=True, too.")
-@click.option("--sources-only", is_flag=True, help="Emit sources and the manifest, compile nothing.")
+@click.option("--accumulate", is_flag=True, help="With --train: also the kernels of accumulate=True.")
+@click.option("--sources-only", is_flag=True, help="Write sources and the manifest, but compile nothing.")
 @click.option(
     "--tuned",
     is_flag=True,
-    help="Emit what a module on this machine runs: the parameters that `embforge tune` found, where they fit.",
+    help="Use the plan fields that a module on this machine would use: those of `embforge tune` where they fit.",
 )
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), help="With --tuned: the batch_size= that modules are made with, if any."
+    "--batch-size", type=click.IntRange(min=1), help="With --tuned: the batch_size= that modules are made with."
 )
 @param_option
 @json_option
@@ -77,14 +82,14 @@ def gen(
 ) -> None:
     """Generate SPEC's kernels into a directory: sources, binaries, manifest.json.
 
-    Deploy the directory and point EMBFORGE_KERNELS (or kernels=) at it: nothing is compiled there. Names do not count:
-    the kernels also serve specs whose collection, tables and features are called otherwise.
-    A directory may hold the kernels of several specs, targets and archs; gen adds to what is there.
+    Copy the directory to another machine and set EMBFORGE_KERNELS (or kernels=) to it: nothing is compiled there.
+    The same kernels also serve specs that differ only in the names of the collection, its tables and features.
+    A directory may hold the kernels of several specs, targets and architectures; gen adds to those that it has.
     """
     from embforge.codegen.manifest import MANIFEST
 
     if accumulate and not rules:
-        raise click.UsageError("--accumulate works with --train only; say by which rule, as --train adam")
+        raise click.UsageError("--accumulate works with --train only; add a rule, e.g. --train adam")
     if tuned and overrides:
         raise click.UsageError("--tuned and --param both say which parameters to use; give one of them")
     if batch_size is not None and not tuned:
@@ -114,25 +119,25 @@ def gen(
 
 
 def default_archs(target: str) -> tuple[str, ...]:
-    """All GPU generations, the one that simt runs, or this machine's instruction set."""
-    if target in ("cuda", "simt"):
-        from embforge.codegen.targets.cuda.arch import ARCHS, DEFAULT_ARCH
+    """The architectures to generate for if the user names none: all GPU generations, simt's, or this CPU's."""
+    facts = target_named(target)
+    if facts.needs_gpu:
+        from embforge.codegen.targets.cuda.arch import ARCHS
 
-        return tuple(ARCHS) if target == "cuda" else (DEFAULT_ARCH,)
+        return tuple(ARCHS)
     from embforge.codegen.machine import host_isa
 
-    return (host_isa(),)
+    return (facts.default_arch or host_isa(),)
 
 
 def emit(plans: Sequence[Plan], out: Path, *, sources_only: bool = False) -> list[dict[str, Any]]:
-    """Writes the plans' kernels and the manifest into a directory and returns their records."""
+    """Writes the plans' kernels and the manifest into a directory; returns the manifest's records."""
     from embforge.codegen.build import Built, build_many, code_of, source_of
     from embforge.codegen.cache import write_atomically
     from embforge.codegen.manifest import kernel_record, write_manifest
-    from embforge.codegen.targets import target_named
 
-    sources = [source_of(plan) for plan in plans]  # all of them before anything is written: a bad plan leaves no files
-    built: Sequence[Built | None] = [None] * len(plans)
+    sources = [source_of(plan) for plan in plans]  # before anything is written, so that a bad plan leaves no files
+    built: Sequence[Built[Plan] | None] = [None] * len(plans)
     if not sources_only:
         with stage_bar() as tell:
             tell("compiling", 0, len(plans))

@@ -24,9 +24,9 @@ from embforge.cli.verify import verify
 )
 @click.version_option(package_name="embforge")
 def main() -> None:
-    """Fused embedding kernels, generated for your spec, for any GPU since sm_75 and for this CPU.
+    """Generate, check, time and tune fused embedding kernels for your tables, on any GPU since sm_75 and on CPUs.
 
-    SPEC is a TOML file of tables and features, or an example by its name: dlrm, llm_vocab, mixed.
+    SPEC is a TOML file of tables and features, or the name of an example: dlrm, llm_vocab, mixed.
     """
 
 

@@ -1,4 +1,4 @@
-"""What `embforge verify` leaves behind to attach to an issue: one JSON file."""
+"""The JSON file that `embforge verify` writes, to be attached to an issue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Why no file can be written there; None if one can. Found out by trying: permissions do not tell all."""
+    """Why no file can be written there; None if one can. It tries, because permissions are not the only reason."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return None
@@ -23,12 +23,12 @@ def why_not_writable(directory: Path) -> str | None:
 
 
 def report_name(spec: CollectionSpec, report: VerifyReport, began: datetime) -> str:
-    """The file's name unless the user gives one: another for every run."""
+    """The file's name if the user names none: it contains the time, so every run writes its own file."""
     return f"embforge-verify-{spec.name or 'collection'}-{report.on}-{report.arch}-{began:%Y%m%dT%H%M%SZ}.json"
 
 
 def report_data(spec: CollectionSpec, report: VerifyReport, began: datetime) -> dict[str, Any]:
-    """Spec, checks, device and the versions of everything that had a part in it; no path of the machine.
+    """Spec, checks, device and the versions of all software involved, but no path of the machine.
 
     `began` is a time in UTC.
     """
@@ -46,7 +46,7 @@ def report_data(spec: CollectionSpec, report: VerifyReport, began: datetime) -> 
 
 
 def verdict(spec: CollectionSpec, report: VerifyReport) -> dict[str, Any]:
-    """What was checked and how it went, as plain data."""
+    """The checks and their results, as plain data."""
     return {
         "spec": spec.name,
         "on": report.on,
@@ -59,9 +59,9 @@ def verdict(spec: CollectionSpec, report: VerifyReport) -> dict[str, Any]:
 
 
 def write_report(path: Path, data: dict[str, Any]) -> None:
-    """Writes the file whole or not at all. Infinities and NaN are null: JSON has no word for them."""
-    from embforge.codegen.cache import write_atomically
+    """Writes the whole file or none. Infinities and NaN become null, because JSON has neither."""
     from embforge.cli.common import finite
+    from embforge.codegen.cache import write_atomically
 
     text = json.dumps(finite(data), indent=2, allow_nan=False)
     write_atomically(path, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""`embforge tuned`: what has been tuned, the evidence for it, and how to carry it to another machine."""
+"""`embforge tuned`: lists tuned results, shows their evidence, and carries them to other machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from embforge.cli.common import CHECK_FAILED, EXIT_CODES, OK, console, json_option, print_json
+from embforge.cli.common import CHECK_FAILED, EXIT_CODES, OK, console, json_option, plain_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 @click.group(epilog=EXIT_CODES)
 def tuned() -> None:
-    """Tuned results: list, show, export, import, remove.
+    """List, show, export, import and remove tuned results.
 
-    `embforge tune` writes them, and every module takes the one that fits by itself. They are known by meaning (op,
-    shape of the spec, hardware, traffic, type of ids, warm or cold caches), never by a name. Asked in this order: an
-    exact match in the project's store (embforge-tuned/ beside the spec, or here), in the user's (EMBFORGE_TUNED_DIR, or
-    the platform's data directory), in what came with the package; then the nearest match of all; then the default.
-    `ef.explain(module)` says what was taken and why.
+    `embforge tune` writes results, and modules take the one that fits. A result is found by its meaning (op, shape of
+    the spec, hardware, traffic, type of ids, warm or cold caches), never by a name. A module takes the first of: an
+    exact match in the project's store (embforge-tuned/ next to the spec, or in the current directory), in the user's
+    (EMBFORGE_TUNED_DIR, or by default the platform's data directory), or among those that ship with the package; the
+    nearest match in any of them; the default. `ef.explain(module)` says what was taken and why.
 
     \b
-      embforge tuned ls                      what there is
-      embforge tuned show 1f0c2a9b           one result with its evidence
-      embforge tuned export results.json     all of it in one file
-      embforge tuned import results.json     into this user's store
+      embforge tuned ls                      list all results
+      embforge tuned show 1f0c2a9b           show one result with its evidence
+      embforge tuned export results.json     write all results into one file
+      embforge tuned import results.json     store them in this user's store
     """
 
 
-def beside_option(command: Callable[..., Any]) -> Callable[..., Any]:
+def origin_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--spec",
         "origin",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="The spec file whose project store is meant. Default: embforge-tuned/ in the current directory.",
+        help="Use the project store next to this spec file. Default: embforge-tuned/ in the current directory.",
     )(command)
 
 
@@ -51,47 +51,47 @@ def to_option(command: Callable[..., Any]) -> Callable[..., Any]:
         type=click.Choice(["user", "project"]),
         default="user",
         show_default=True,
-        help="The store to write.",
+        help="Store to write into.",
     )(command)
 
 
-@tuned.command("ls", epilog=EXIT_CODES)
-@beside_option
+@tuned.command("ls", epilog=EXIT_CODES, short_help="List all tuned results.")
+@origin_option
 @json_option
 def list_(origin: Path | None, as_json: bool) -> None:
-    """List all tuned results, and the files that are skipped and why."""
+    """List all tuned results, and the files that were skipped with the reason."""
     from embforge.codegen.tuned.stores import read_stores, store_dirs
 
-    found, problems = read_stores(origin=origin)
+    available, problems = read_stores(origin=origin)
     if as_json:
         print_json(
             {
                 "stores": {name: str(path) for name, path in store_dirs(origin).items()},
-                "results": [_line(one) for one in found],
+                "results": [_line(result) for result in available],
                 "problems": [{"path": str(problem.path), "problem": problem.what} for problem in problems],
             }
         )
         return
     screen = console()
-    if found:
-        screen.print(result_table(found))
-        if dropped := sorted({name for one in found for name in _dropped_here(one.record)}):
+    if available:
+        screen.print(result_table(available))
+        if dropped := sorted({name for result in available for name in _dropped_here(result.record)}):
             taken = f"measured with {', '.join(dropped)}, which modules take only on the hardware of the measurement"
-            screen.print(f"x default -: {taken}; here no gain is known", markup=False)
+            screen.print(f"x default -: {taken}; their gain here is not known", markup=False)
     else:
-        screen.print("no tuned results yet; `embforge tune SPEC` makes some")
+        screen.print("no tuned results yet; `embforge tune SPEC` makes one")
     for name, path in store_dirs(origin).items():
-        count = sum(one.store == name for one in found)
+        count = sum(result.store == name for result in available)
         screen.print(f"{name}: {count} in {path}", soft_wrap=True, markup=False)
     _print_problems(problems)
 
 
-@tuned.command(epilog=EXIT_CODES)
+@tuned.command(epilog=EXIT_CODES, short_help="Show one result with its evidence.")
 @click.argument("result")
-@beside_option
+@origin_option
 @json_option
 def show(result: str, origin: Path | None, as_json: bool) -> None:
-    """Show RESULT, an id that `tuned ls` prints or a file: what it is for, its parameters and the evidence."""
+    """Show what RESULT is for, its parameters and the evidence. RESULT is an id that `tuned ls` prints, or a file."""
     record, path = _record_of(result, origin)
     if as_json:
         from dataclasses import asdict
@@ -107,23 +107,23 @@ def show(result: str, origin: Path | None, as_json: bool) -> None:
     console().print(table)
 
 
-@tuned.command(epilog=EXIT_CODES)
+@tuned.command(epilog=EXIT_CODES, short_help="Write results into a file.")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.argument("results", nargs=-1)
-@beside_option
+@origin_option
 @json_option
 @click.pass_context
 def export(ctx: click.Context, file: Path, results: Sequence[str], origin: Path | None, as_json: bool) -> None:
-    """Write RESULTS (ids; none: all) with all their samples into FILE, one JSON document.
+    """Write RESULTS with all their samples into FILE as one JSON document. RESULTS are ids; without them, all results.
 
-    Exits with 1 if files had to be skipped.
+    Exits with 1 if files in the stores had to be skipped.
     """
     from embforge.codegen.tuned.stores import read_stores
     from embforge.tuner import store
 
-    found, problems = read_stores(origin=origin)
-    chosen = [store.find(result, found) for result in results] if results else found
-    count = store.export([one.record for one in chosen], file)
+    available, problems = read_stores(origin=origin)
+    chosen = [store.find(result, available) for result in results] if results else available
+    count = store.export([result.record for result in chosen], file)
     if as_json:
         print_json({"file": str(file), "results": count, "problems": [str(problem) for problem in problems]})
     else:
@@ -134,73 +134,71 @@ def export(ctx: click.Context, file: Path, results: Sequence[str], origin: Path 
     ctx.exit(OK)
 
 
-@tuned.command("import", epilog=EXIT_CODES)
+@tuned.command("import", epilog=EXIT_CODES, short_help="Store the results of a file.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @to_option
-@beside_option
+@origin_option
 @json_option
 def import_(file: Path, where: Any, origin: Path | None, as_json: bool) -> None:
-    """Store the results of FILE, which `tuned export` or another store made.
+    """Store the results of FILE, which `tuned export` wrote or which comes from another store.
 
-    All of it is checked before any is stored; a result of the same meaning is replaced, and named.
+    All results are checked before any is stored. One that has the same meaning is replaced, and its id is printed.
     """
     from embforge.codegen.tuned.stores import Problem
     from embforge.tuner import store
 
     written = store.import_(file, where, origin=origin)
-    replaced = [one for one in written if one.replaced is not None]
+    replaced = [result for result in written if result.replaced is not None]
     if as_json:
         print_json(
             {
                 "directory": str(store.directory_of(where, origin)),
-                "imported": [_id(one.record) for one in written],
-                "replaced": [_id(one.record) for one in replaced],
+                "imported": [_id(result.record) for result in written],
+                "replaced": [_id(result.record) for result in replaced],
             }
         )
         return
     screen = console()
-    for one in replaced:
-        old = one.replaced
+    for result in replaced:
+        old = result.replaced
         what = (
             f"a damaged file ({old.what})" if isinstance(old, Problem) else f"the one of {old.created}" if old else ""
         )
-        screen.print(f"{_id(one.record)} of {one.record.created} replaced {what}", soft_wrap=True, markup=False)
+        screen.print(f"{_id(result.record)} of {result.record.created} replaced {what}", soft_wrap=True, markup=False)
     screen.print(f"{_count(len(written))} into {store.directory_of(where, origin)}", soft_wrap=True, markup=False)
 
 
-@tuned.command("rm", epilog=EXIT_CODES)
+@tuned.command("rm", epilog=EXIT_CODES, short_help="Remove results by their ids.")
 @click.argument("results", nargs=-1, required=True)
-@beside_option
+@origin_option
 @json_option
 def remove(results: Sequence[str], origin: Path | None, as_json: bool) -> None:
-    """Remove RESULTS, by the ids that `tuned ls` prints. Modules made later take the next best."""
+    """Remove RESULTS, which are ids that `tuned ls` prints. Modules made later take the next best result."""
     from embforge.codegen.tuned.stores import read_stores
     from embforge.tuner import store
 
-    found, _ = read_stores(origin=origin)
-    chosen = [store.find(result, found) for result in results]
-    for one in chosen:
-        store.remove(one)
+    available, _ = read_stores(origin=origin)
+    chosen = [store.find(result, available) for result in results]
+    for result in chosen:
+        store.remove(result)
     if as_json:
-        print_json({"removed": [str(one.path) for one in chosen]})
+        print_json({"removed": [str(result.path) for result in chosen]})
     else:
         console().print(f"removed {_count(len(chosen))}")
 
 
-def result_table(found: Sequence[Stored]) -> Table:
-    """A few lines per result, so that ids and gains stay whole in 80 columns."""
-    from rich import box
+def result_table(available: Sequence[Stored]) -> Table:
+    """A table with a few lines per result, so that ids and gains fit into 80 columns."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = plain_table()
     table.add_column("id", no_wrap=True)
     table.add_column("store", no_wrap=True)
     table.add_column("x default", justify="right", no_wrap=True)
     table.add_column("when", no_wrap=True)
     table.add_column("op, spec, hardware, workload, changed fields", overflow="fold")
-    for place, one in enumerate(found):
-        record, shape = one.record, one.record.key.shape
+    for place, result in enumerate(available):
+        record, shape = result.record, result.record.key.shape
         lines = (
             " ".join(filter(None, (record.key.op, record.key.target, record.key.rule, *_unusual(record.key)))),
             f"{shape.features} x {shape.dim:.0f} {'/'.join(shape.dtypes)} on {record.key.hardware.name}",
@@ -208,8 +206,8 @@ def result_table(found: Sequence[Stored]) -> Table:
             _changed(record),
         )
         gain = "-" if _dropped_here(record) else f"{record.gain.median:.2f}"
-        last = place == len(found) - 1
-        cells = (_id(record), one.store, gain, record.created[:10], escape("\n".join(lines)))
+        last = place == len(available) - 1
+        cells = (_id(record), result.store, gain, record.created[:10], escape("\n".join(lines)))
         table.add_row(*cells, end_section=not last)
     return table
 
@@ -242,19 +240,19 @@ def _facts(record: Record, path: Path) -> list[tuple[str, str]]:
         ("noise floor", f"{100 * record.noise_floor:.2f} %"),
     ]
     for number, (name, times) in enumerate(record.samples.items()):
-        shown = f"{len(times)} of {name}" + (f", median {1e6 * median(times):,.1f} µs a call" if times else "")
+        shown = f"{len(times)} of {name}" + (f", median {1e6 * median(times):,.1f} µs per call" if times else "")
         facts.append(("samples" if not number else "", shown))
     facts.append(("versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())))
     facts += [("made", record.created), *([("study", record.study)] if record.study else [])]
     return [*facts, *(("note" if not i else "", note) for i, note in enumerate(record.notes))]
 
 
-def _line(one: Stored) -> dict[str, Any]:
-    record, dropped = one.record, _dropped_here(one.record)
+def _line(result: Stored) -> dict[str, Any]:
+    record, dropped = result.record, _dropped_here(result.record)
     return {
         "id": _id(record),
-        "store": one.store,
-        "path": str(one.path),
+        "store": result.store,
+        "path": str(result.path),
         "op": record.key.op,
         "target": record.key.target,
         "rule": record.key.rule,
@@ -283,16 +281,16 @@ def _record_of(text: str, origin: Path | None) -> tuple[Record, Path]:
             raise TunedError(f"{text}: {error}") from None
         if len(records) != 1:
             raise TunedError(
-                f"{text}: holds {len(records)} results; `embforge tuned import` stores them, then show one"
+                f"{text}: holds {len(records)} results; store them with `embforge tuned import`, then show one of them"
             )
         return records[0], Path(text)
-    found, _ = read_stores(origin=origin)
-    stored = find(text, found)
+    available, _ = read_stores(origin=origin)
+    stored = find(text, available)
     return stored.record, stored.path
 
 
 def _dropped_here(record: Record) -> list[str]:
-    """Tuned fields that no module on this machine takes, because they hold only where they were measured."""
+    """Tuned fields that modules on this machine do not take, because they are valid only where they were measured."""
     from embforge.codegen.tuned.choose import left_open
     from embforge.codegen.tuned.document import params_of
     from embforge.codegen.tuned.hardware import this_cpu
@@ -315,7 +313,7 @@ def _only_where_measured(record: Record) -> list[tuple[str, str]]:
 
 
 def _changed(record: Record) -> str:
-    """Fields of the params that are not the default's."""
+    """The fields that differ from the default."""
     from dataclasses import fields
 
     from embforge.codegen.params import params_type
@@ -326,8 +324,8 @@ def _changed(record: Record) -> str:
 
 
 def _unusual(key: Key) -> list[str]:
-    """The type of ids and the state of caches, if not the usual ones."""
-    return [one for one in (key.id_dtype, key.cache) if one in ("int32", "cold")]
+    """The type of ids and the state of caches, if they are not the usual ones."""
+    return [word for word in (key.id_dtype, key.cache) if word in ("int32", "cold")]
 
 
 def _id(record: Record) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from embforge.codegen.target import target_named
+
 if TYPE_CHECKING:
     from embforge.codegen.plan import Plan
     from embforge.codegen.rules.rule import Update
@@ -22,14 +24,16 @@ def tuned_plans_for(
     accumulate: bool,
     batch_size: int | None,
 ) -> tuple[list[Plan], list[str]]:
-    """The plans, none of them twice, and a line an arch, op and type of ids on which parameters and why.
+    """The plans without duplicates, and lines that say which parameters they take and why: one line for each
+    combination of architecture, op and type of ids.
 
-    For this machine's hardware what its modules choose; for other archs the nearest result on hardware of that arch.
+    For this machine's hardware these are the plans that its modules choose; for another architecture, the parameters
+    come from the nearest result on hardware of that architecture.
     """
-    from embforge.codegen.plans import training_plans, update_named
+    from embforge.codegen.plans import SERVING, training_plans, update_named
 
-    found: dict[str, Plan] = {}
-    why: dict[str, None] = {}  # in order, none twice
+    by_uri: dict[str, Plan] = {}
+    why: dict[str, None] = {}  # an ordered set
     for arch in archs:
         for update in [update_named(rule) for rule in rules] or [None]:
             for ids in id_dtypes:
@@ -39,9 +43,9 @@ def tuned_plans_for(
                 why |= dict.fromkeys(f"{arch} {op}{of_ids}: {choice.why}" for op, choice in shown.items())
                 params = (chosen["forward"].params, chosen["backward"].params)
                 plans = training_plans(spec, target, arch, ids, *params, update, accumulate and update is not None)
-                wanted = plans.values() if rules else [plans["forward"]]
-                found |= {plan.uri: plan for plan in wanted}
-    return list(found.values()), list(why)
+                wanted = plans.values() if rules else [plans[name] for name in SERVING if name in plans]
+                by_uri |= {plan.uri: plan for plan in wanted}
+    return list(by_uri.values()), list(why)
 
 
 def _choices(
@@ -56,12 +60,13 @@ def _choices(
 
 
 def hardware_for(target: str, arch: str) -> Hardware:
-    """As a module here finds it, if this machine has such; else all that the arch's name says."""
+    """The hardware of this machine if it has that architecture; otherwise only what the architecture's name implies."""
     from embforge.codegen.tuned.hardware import any_cpu, any_gpu
 
-    if target == "cpu":
+    facts = target_named(target)
+    if facts.is_native:
         return _cpu_here(arch) or any_cpu(arch)
-    return (_gpu_here(arch) if target == "cuda" else None) or any_gpu(arch)
+    return (_gpu_here(target, arch) if facts.needs_gpu else None) or any_gpu(arch)
 
 
 def _cpu_here(arch: str) -> Hardware | None:
@@ -74,7 +79,7 @@ def _cpu_here(arch: str) -> Hardware | None:
     return cpu_hardware()
 
 
-def _gpu_here(arch: str) -> Hardware | None:
+def _gpu_here(target: str, arch: str) -> Hardware | None:
     import torch
 
     from embforge.codegen.errors import PlanError
@@ -84,8 +89,8 @@ def _gpu_here(arch: str) -> Hardware | None:
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         try:
             served = nearest_arch(*torch.cuda.get_device_capability(index))
-        except PlanError:  # too old for any kernel of ours
+        except PlanError:  # a GPU that is too old for these kernels
             continue
         if served == arch:
-            return hardware_of("cuda", torch.device("cuda", index))
+            return hardware_of(target, torch.device("cuda", index))
     return None

@@ -1,4 +1,4 @@
-"""`embforge verify`: a backend's results beside the reference's, bit for bit, and torch's, within rounding."""
+"""`embforge verify`: compares results of a backend with the reference's (equal bits) and torch's (within rounding)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from embforge.cli.common import (
     stage_bar,
     waiting,
 )
+from embforge.codegen.target import BACKENDS, target_named
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,33 +34,41 @@ if TYPE_CHECKING:
 COUNTED_WORKLOAD = "uniform,len=geo:20,batch=256"
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(epilog=EXIT_CODES, short_help="Check SPEC's kernels against the reference and torch.")
 @spec_argument
 @click.option(
     "--on",
-    type=click.Choice(["cpu", "simt", "cuda", "reference"]),
+    type=click.Choice(list(BACKENDS)),
     default="cpu",
     show_default=True,
     help="Backend to check; simt executes the CUDA kernels on the CPU.",
 )
-@click.option("--quick", is_flag=True, help="Only the default plan fields, not a covering set of them.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of tables, batches, schedules.")
-@click.option("--arch", help="With --on simt: the GPU whose kernels run, sm_75 .. sm_120.  [default: sm_90]")
+@click.option("--quick", is_flag=True, help="Check the default plan only, not a set that covers pairs of fields.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of random tables, batches and schedules.",
+)
+@click.option("--arch", help="With --on simt: GPU generation of the kernels, sm_75 .. sm_120.  [default: sm_90]")
 @click.option(
     "--train",
     "rules",
     multiple=True,
     metavar="RULE",
-    help="Train by this rule, too, and compare rows and states: sgd, adam, adam+l2, ..., a JSON file of an "
-    "optimizer's update.to_dict() (numbers from its hyper_values, or 0.1), or none: sparse gradients. May be repeated.",
+    help="Also train with this rule and compare rows and states: sgd, adam, adam+l2, ..., a JSON file of an "
+    "optimizer's update.to_dict() (with numbers from its hyper_values, or 0.1), or none for sparse gradients. "
+    "Repeatable.",
 )
-@click.option("--counters", is_flag=True, help="With --on simt: count what memory instructions cost, kernel by kernel.")
-@click.option("--workload", help=f"The batch that --counters counts.  [default: {COUNTED_WORKLOAD}]")
+@click.option("--counters", is_flag=True, help="With --on simt: count memory sectors and active lanes per kernel.")
+@click.option("--workload", help=f"With --counters: the batch to count.  [default: {COUNTED_WORKLOAD}]")
 @click.option(
     "--report",
     "report_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File for results and facts about the machine.  [default with --on cuda: embforge-verify-...-DATE.json]",
+    help="JSON file to write results and facts about the machine into.  "
+    "[default with --on cuda: embforge-verify-...-DATE.json]",
 )
 @param_option
 @json_option
@@ -80,47 +89,51 @@ def verify(
 ) -> None:
     """Check SPEC's kernels against the reference (equal bits) and torch.nn.EmbeddingBag (equal within rounding).
 
-    Runs batches that look for trouble (empty bags, long ones, bad ids, ...) with one and with several threads, and
-    plan fields in a set where any two choices of any two fields meet; --quick or --param run one set of fields.
+    Runs difficult batches (empty bags, long bags, bad ids, ...) with one thread and with several, for a set of plans in
+    which any two choices of any two plan fields meet. With --quick or --param, it runs one plan.
 
-    --on simt needs no GPU: the text that NVRTC compiles runs thread by thread under shuffled schedules, and races,
-    accesses out of bounds, reads of what nobody wrote and barriers that not all threads reach are failures.
-    --on cuda writes a report file, also if kernels fail: please attach it to an issue, whatever it says.
+    --on simt needs no GPU: the CUDA source runs on the CPU, thread by thread and in shuffled orders. Races, accesses
+    out of bounds, reads of uninitialized memory and barriers that not all threads reach are failures.
+    --on cuda writes a report file, also if kernels fail: please attach it to an issue in either case.
     """
+    from embforge.backends import device_of
     from embforge.cli.report import report_data, report_name, verdict, why_not_writable, write_report
     from embforge.tuner.workload.workload import parse
     from embforge.verify.lookups import verify as run_checks
+    from embforge.verify.remaps import remap_rows
     from embforge.verify.training import optimizer_named
 
-    if on != "simt" and (arch or counters):
+    if not target_named(on).emulates and (arch or counters):
         raise click.UsageError(f"{'--arch' if arch else '--counters'} works with --on simt only", ctx)
     if workload is not None and not counters:
-        raise click.UsageError("--workload says what --counters counts, and works with it only", ctx)
+        raise click.UsageError("--workload names the batch that --counters counts; add --counters", ctx)
     workload = workload or COUNTED_WORKLOAD
     if counters:
-        parse(workload)  # a mistake in it shows before the long work
+        parse(workload)  # reports a mistake in it before the long work
     for rule in rules:
         optimizer_named(rule)
-    if on == "cuda" or report_path is not None:
+    if target_named(on).needs_gpu or report_path is not None:
         directory = report_path.parent if report_path is not None else Path()
         if (reason := why_not_writable(directory)) is not None:
             raise click.UsageError(
-                f"--report: no file can be written to directory {directory} ({reason}); give a file elsewhere", ctx
+                f"--report: no file can be written to directory {directory} ({reason}); name a file elsewhere", ctx
             )
     began = datetime.now(UTC)
     params = params_of(on, overrides) if quick or overrides else None
     with stage_bar() as tell:
         report = run_checks(spec, on=on, arch=arch, params=params and [params], seed=seed, progress=tell)
+        if report.passed:
+            report = replace(report, rows=(*report.rows, *remap_rows(spec, on, report.arch, device_of(on), seed)))
         if rules and report.passed:
             report = replace(report, rows=(*report.rows, *trained(spec, on, rules, seed, tell)))
-    if on == "cuda":
+    if target_named(on).needs_gpu:
         report_path = report_path or Path(report_name(spec, report, began))
     if not as_json:
         print_checks(report)
     data: dict[str, Any] = {}
     if counters and report.passed:
         if report_path is not None:
-            write_report(report_path, report_data(spec, report, began))  # counting is long
+            write_report(report_path, report_data(spec, report, began))  # already now, because counting takes long
         report, data = count(spec, report, arch=arch, params=params, workload=workload, seed=seed, as_json=as_json)
     elif counters and not as_json:
         console().print("Not counted, because a check failed.")
@@ -135,7 +148,7 @@ def verify(
 
 
 def trained(spec: CollectionSpec, on: str, rules: Sequence[str], seed: int, tell: Any) -> Sequence[VerifyRow]:
-    """A row for each rule."""
+    """Trains with each rule; returns one row of the report per rule."""
     from embforge.verify.training import training_rows
 
     return list(training_rows(spec, on, rules, seed=seed, progress=tell))
@@ -144,9 +157,9 @@ def trained(spec: CollectionSpec, on: str, rules: Sequence[str], seed: int, tell
 def count(
     spec: CollectionSpec, report: VerifyReport, *, workload: str, as_json: bool, **which: Any
 ) -> tuple[VerifyReport, dict[str, Any]]:
-    """Counts, prints the table unless it will be JSON, and returns what a document has of it.
+    """Runs the counted batch, prints the table unless `as_json`, and returns the report and the counters as data.
 
-    A bug that shows only in the counted batch is one more row of the report, which did not pass.
+    A bug that shows only in the counted batch becomes one more row of the report, which failed.
     """
     from embforge.cli.display.counters import NOTE, count_spec, counter_table
     from embforge.codegen.errors import KernelBugError
@@ -167,7 +180,7 @@ def count(
 
 
 def print_checks(report: VerifyReport) -> None:
-    """The table, what it does not say, and what went wrong."""
+    """Prints the table of checks, notes on it, and what went wrong."""
     screen = console()
     screen.print(check_table(report.rows))
     for line in notes_of(report):
@@ -176,14 +189,14 @@ def print_checks(report: VerifyReport) -> None:
 
 
 def print_failures(rows: Sequence[VerifyRow]) -> None:
-    """A paragraph for each row that has something to tell."""
+    """Prints one paragraph per row that has details."""
     for row in rows:
         if row.detail:
             console().print(f"{row.check}: {row.detail}", style="red", soft_wrap=True, markup=False)
 
 
 def check_table(rows: Sequence[VerifyRow]) -> Table:
-    """A line a check."""
+    """One line per check."""
     from rich.table import Table
 
     table = Table("check")
@@ -202,12 +215,12 @@ def _result(row: VerifyRow) -> str:
 
 
 def notes_of(report: VerifyReport) -> list[str]:
-    """What the table does not say: how many plans ran, on what, and why not all did."""
+    """Notes below the table: how many plans ran, on which device, and whether some did not run."""
     plans = "1 plan" if report.plans == 1 else f"{report.plans} plans"
     left_out = f"; {report.left_out} more have the same code" if report.left_out else ""
     notes = [f"{plans} for {report.arch} on {report.on}{left_out}"]
     if report.device is not None:
         notes.append(", ".join(f"{label} {value}" for label, value in report.device.items() if value is not None))
     if any(row.not_run for row in report.rows):
-        notes.append("A kernel has stopped the device for this process: what would have come next was not run.")
+        notes.append("A kernel has stopped the device for this process, so the remaining checks were not run.")
     return notes

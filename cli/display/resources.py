@@ -1,21 +1,20 @@
-"""The table of what each kernel takes of a GPU multiprocessor."""
+"""The table of resources that each kernel uses on a GPU multiprocessor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from embforge.cli.common import plain_table
+from embforge.codegen.reading.numbers import size
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def resource_table(records: Iterable[dict[str, Any]]) -> Table:
-    """A line a symbol of each kernel: registers, spills, shared memory, occupancy, bytes in flight."""
-    from rich import box
-    from rich.table import Table
-
-    title = "What NVRTC made of it, per GPU generation"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    """One line per symbol of each kernel: registers, spills, shared memory, occupancy, bytes in flight."""
+    table = plain_table(title="What NVRTC made of it, per GPU generation")
     for heading in ("arch", "ids", "kernel"):
         table.add_column(heading, no_wrap=True)
     for heading in ("registers", "spilled", "shared", "occupancy", "in flight/SM"):
@@ -30,7 +29,7 @@ def resource_table(records: Iterable[dict[str, Any]]) -> Table:
                 _show(symbol.get("spill_bytes"), " B"),
                 _show(symbol.get("shared_bytes"), " B"),
                 "-" if symbol.get("occupancy") is None else f"{symbol['occupancy']:.0%}",
-                "-" if symbol.get("bytes_in_flight") is None else f"{symbol['bytes_in_flight'] / 1024:.0f} KB",
+                "-" if symbol.get("bytes_in_flight") is None else size(symbol["bytes_in_flight"], binary=True),
             )
     return table
 

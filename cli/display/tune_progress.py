@@ -1,4 +1,4 @@
-"""What a running tuner shows on stderr: a live panel on a terminal, else a line for whatever is news."""
+"""Progress of a running tuner on stderr: a live panel on a terminal, otherwise a line per notable event."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from embforge.cli.common import console
 from embforge.cli.durations import show_duration
 from embforge.tuner.judge.outcome import Timed
 from embforge.tuner.measure.quiet import QUIET
-from embforge.tuner.study.race import Racing
 from embforge.tuner.report.page import differing
+from embforge.tuner.study.race import Racing
 from embforge.tuner.study.study import Best, Building, Screened, Screening, SearchEvent, Started
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from embforge.codegen.params import Params
 
 REFRESHES_A_SECOND = 1
-"""Drawing takes a core for some milliseconds, and whatever is timed meanwhile needs it."""
+"""Low, because drawing takes a CPU for some milliseconds, which a kernel that is being timed needs."""
 LINE_SECONDS = 15.0
-"""Without a terminal, how often a line tells that all is well."""
+"""How often a line is printed without a terminal if there is no news."""
 
 
 @dataclass
 class Status:
-    """What is known of the run, as its events tell."""
+    """The state of a run, put together from its events."""
 
     budget: float | None
     """Seconds; None: no limit."""
@@ -39,20 +39,20 @@ class Status:
     phase: str = "starting"
     points: int = 0
     known: int = 0
-    """Trials that had finished before."""
+    """How many trials had finished before this run."""
     counts: Counter[str] = field(default_factory=Counter)
     best: Best | None = None
     compiling: dict[int, Params] = field(default_factory=dict)
-    """Trials whose kernels are not there yet."""
+    """Trials whose kernels are being compiled, by number."""
     racing: Racing | None = None
     last: str = ""
 
     def hear(self, event: SearchEvent | Racing) -> str | None:
-        """Takes an event in; a line for people if it is news."""
+        """Updates the state with an event; returns a line of text if the event is worth one."""
         match event:
             case Started():
                 self.phase, self.points, self.known, self.best = "search", event.points, event.known, event.best
-                before = f", {event.known} trials are there already" if event.known else ""
+                before = f", {event.known} trials finished already" if event.known else ""
                 return f"study {event.study}: {event.points:,} points{before}"
             case Building():
                 self.compiling[event.number] = event.params
@@ -95,7 +95,7 @@ class Status:
 
     @property
     def stage(self) -> str:
-        """The phase, and in the finals how far they are and who leads by how much."""
+        """The phase; in the finals also how far they are and the leader's gain."""
         if self.racing is None:
             return self.phase
         if self.racing.others > QUIET:
@@ -117,13 +117,13 @@ class Status:
 
     @property
     def speed(self) -> str:
-        """The best so far against the anchor, as screened."""
+        """The speed of the best candidate so far relative to the anchor's, as the search measured it."""
         if self.best is None:
             return "nothing timed yet"
         return f"{1 / self.best.score:.3f}× the speed of {self.anchor} ({_fields(self.best.params)})"
 
     def line(self) -> str:
-        """Everything in one line."""
+        """The whole state in one line."""
         return f"{self.time} | {self.stage} | {self.trials} | {self.outcomes} | best {self.speed}"
 
     def __rich__(self) -> RenderableType:
@@ -153,7 +153,7 @@ class Status:
 
 @contextmanager
 def display(status: Status, screen: Console | None = None) -> Iterator[Callable[[SearchEvent | Racing], object]]:
-    """Shows the status while it is told events by the function that this gives: live on a terminal, else in lines."""
+    """Shows the status, live on a terminal, otherwise line by line. Pass events to the yielded function."""
     screen = screen or console(stderr=True)
     if not screen.is_terminal:
         yield _liner(status, screen)
@@ -165,14 +165,14 @@ def display(status: Status, screen: Console | None = None) -> Iterator[Callable[
 
 
 def _liner(status: Status, screen: Console) -> Callable[[SearchEvent | Racing], None]:
-    said = status.began
+    last_line = status.began
 
     def tell(event: SearchEvent | Racing) -> None:
-        nonlocal said
+        nonlocal last_line
         news = status.hear(event)
-        if news is None and time.monotonic() - said < LINE_SECONDS:
+        if news is None and time.monotonic() - last_line < LINE_SECONDS:
             return
-        said = time.monotonic()
+        last_line = time.monotonic()
         screen.print(
             f"{show_duration(status.elapsed)}  {news}" if news else status.line(), soft_wrap=True, markup=False
         )
@@ -181,10 +181,10 @@ def _liner(status: Status, screen: Console) -> Callable[[SearchEvent | Racing], 
 
 
 def _fields(params: Params) -> str:
-    """What is not as by default."""
+    """The fields that differ from the default, as text."""
     return differing(asdict(params), asdict(type(params)()))
 
 
 def first_line(text: str) -> str:
-    """Of a compiler's log, what comes first."""
+    """The first line of a text such as a compiler's log."""
     return text.strip().partition("\n")[0]

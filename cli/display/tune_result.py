@@ -1,4 +1,4 @@
-"""What `embforge tune` says at its end: default against best, the decision, its evidence, failures, use of time."""
+"""The result of `embforge tune`: default and best compared, the decision, its evidence, failures, use of time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embforge.cli.common import plain_table
 from embforge.cli.durations import show_duration
 from embforge.tuner.judge.ledger import work_share
 from embforge.tuner.judge.outcome import KINDS
@@ -16,25 +17,25 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from embforge.tuner.study.decision import Decision
     from embforge.tuner.report.data import Finals, Report, Trial
+    from embforge.tuner.study.decision import Decision
     from embforge.tuner.tune import TuneResult
 
 FAILURES_NAMED = 8
 WORKLOAD_WIDTH = 22
-"""What 80 columns leave for a workload beside its numbers."""
+"""The width that 80 columns leave for a workload next to its numbers."""
 LEAST_SECONDS = 0.05
-"""A phase below it would be shown as 0.0 s."""
+"""Shorter phases are left out: they would be shown as 0.0 s."""
 
 
 def print_result(screen: Console, report: Report) -> None:
-    """All of it, in the order in which people ask."""
+    """Prints the whole result, the most interesting part first."""
     if report.finals is not None:
         screen.print(comparison_table(report.finals, report.title))
         if report.leader != report.default:
             screen.print(params_table(report))
     good = report.finals is not None and report.finals.decision.ships
-    # On a terminal lines end between words; elsewhere they are left whole, for whoever searches them.
+    # On a terminal lines are broken between words; elsewhere they are not, so that they can be searched.
     whole = not screen.is_terminal
     screen.print(verdict(report), style="bold green" if good else "bold", soft_wrap=whole, markup=False)
     for line in notes_of(report):
@@ -42,7 +43,7 @@ def print_result(screen: Console, report: Report) -> None:
 
 
 def verdict(report: Report) -> str:
-    """The decision in a sentence; why, if the default stays."""
+    """The decision in one sentence; if the default stays, the reason."""
     if report.finals is None or report.finals.decision.ships:
         return headline(report)
     why = report.finals.decision.why
@@ -50,8 +51,8 @@ def verdict(report: Report) -> str:
 
 
 def comparison_table(finals: Finals, title: str) -> Table:
-    """A line a workload; without gains if the samples say nothing."""
-    table = _table(title)
+    """One line per workload; gains are left out if the measurement was disturbed."""
+    table = plain_table(title=title)
     table.add_column("workload", overflow="fold")
     for heading in ("default", "candidate", "x default", "95 % interval", "noise"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -70,8 +71,8 @@ def comparison_table(finals: Finals, title: str) -> Table:
 
 
 def params_table(report: Report) -> Table:
-    """A line a field, what the candidate changes in bold."""
-    table = _table()
+    """One line per field; fields that the candidate changes are bold."""
+    table = plain_table()
     table.add_column("field", no_wrap=True)
     for heading in ("default", "candidate"):
         table.add_column(heading, justify="right")
@@ -83,7 +84,7 @@ def params_table(report: Report) -> Table:
 
 
 def broken(workload: str, width: int = WORKLOAD_WIDTH) -> str:
-    """The workload in lines that end behind commas, as long as they may be."""
+    """The workload's text, broken after commas into lines of at most `width` where that is possible."""
     lines = [""]
     for part in workload.replace(",", ",\n").splitlines():
         if lines[-1] and len(lines[-1] + part) > width:
@@ -93,7 +94,7 @@ def broken(workload: str, width: int = WORKLOAD_WIDTH) -> str:
 
 
 def notes_of(report: Report) -> list[str]:
-    """What the tables do not say: why, what failed, where the time went."""
+    """Notes below the tables: the evidence, what failed, where the time went."""
     notes = []
     if report.finals is not None:
         decision = report.finals.decision
@@ -115,7 +116,7 @@ def notes_of(report: Report) -> list[str]:
 
 
 def places_of(result: TuneResult, page: Path | None) -> list[str]:
-    """Where everything lies now, a line each: the study, what was stored or why not, the page."""
+    """One line for each file or storage of the run: the study, the stored results or why there are none, the page."""
     lines = [f"study: {result.study.study_name} in {storage_url(result.storage)}"]
     lines += [f"stored: {path}" for path in result.paths]
     lines += [f"not stored: {result.unstored}"] if result.unstored else []
@@ -123,24 +124,24 @@ def places_of(result: TuneResult, page: Path | None) -> list[str]:
 
 
 def storage_url(storage: str) -> str:
-    """As --storage and optuna-dashboard take it from anywhere: a SQLite file by its URL."""
+    """The storage as --storage and optuna-dashboard accept it in any directory: a SQLite file becomes a URL."""
     return storage if "://" in storage else f"sqlite:///{Path(storage).expanduser().absolute()}"
 
 
 def failure_line(trial: Trial, report: Report) -> str:
-    """One failed trial by its name and fault."""
+    """One line about a failed trial: its number, outcome, changed fields and reason."""
     why = trial.why.strip().partition("\n")[0]
     return f"trial {trial.number}, {trial.kind} ({differing(trial.params, report.default)}): {why}"
 
 
 def outcomes_of(report: Report) -> dict[str, int]:
-    """How many trials came to what."""
+    """The number of trials per kind of outcome."""
     counts = Counter(trial.kind for trial in report.trials)
     return {kind: counts[kind] for kind in KINDS}
 
 
 def result_json(report: Report) -> dict[str, Any]:
-    """The same as plain data."""
+    """The result as plain data, for --json."""
     finals = report.finals
     return {
         "title": report.title,
@@ -165,17 +166,9 @@ def result_json(report: Report) -> dict[str, Any]:
 
 
 def _without_gains(data: dict[str, Any], decision: Decision) -> dict[str, Any]:
-    """The data with null in the place of gains, and of what they are worth, where the samples say nothing."""
+    """The data with null for gains and their significance if the measurement was disturbed."""
     withheld = ("gain", "gains", "p") if decision.disturbed else ()
     return data | {name: None for name in withheld if name in data}
-
-
-def _table(title: str | None = None) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    shown = None if title is None else _escape(title)
-    return Table(title=shown, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def _escape(text: str) -> str:

@@ -23,13 +23,13 @@ start = time.perf_counter()
 import json, sys
 from embforge.codegen.build import build
 from embforge.cli.common import load_spec
-from embforge.codegen.params import PARAMS
+from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
-from embforge.codegen.targets import target_named
+from embforge.codegen.targets import toolchain_of
 name, target, arch = sys.argv[1:]
-target_named(target)  # imports the target
+toolchain_of(target)  # imports the target
 imported = time.perf_counter()
-built = build(Plan("forward", target, arch, "int64", load_spec(name), PARAMS[target]()))
+built = build(Plan("forward", target, arch, "int64", load_spec(name), params_type(target)()))
 done = time.perf_counter()
 print(json.dumps({"build": done - imported, "all": done - start, "cached": built.cached}))
 """

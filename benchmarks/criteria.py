@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from benchmarks.workloads import BenchWorkload
 from embforge.tuner.bench.report import BenchReport
@@ -73,16 +73,15 @@ def judge(workload: BenchWorkload, report: BenchReport) -> list[Verdict]:
 
 
 def judge_all(workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport]) -> list[Verdict]:
-    """The verdict over all workloads of a suite together; the overhead ones would flatter it and are left out."""
-    mean = geometric_mean(workloads, reports)
-    if mean is None:
+    """The verdict over all workloads of a suite together."""
+    speedups = batch_speedups(workloads, reports)
+    if not speedups:
         return []
-    asked = bars_of(workloads[0]).geometric_mean
+    mean, asked = geometric_mean(speedups), bars_of(workloads[0]).geometric_mean
     return [Verdict(f"geometric mean {asked}x the faster peer", f"{mean:.2f}x", mean >= asked)]
 
 
-def geometric_mean(workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport]) -> float | None:
-    """Of the speedups over the faster peer, `overhead` left out; None without any."""
+def batch_speedups(workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport]) -> list[float]:
+    """Speedups over the faster peer, where one took part; those of one sample would flatter and are left out."""
     pairs = zip(workloads, reports, strict=True)
-    speedups = [r.speedup for w, r in pairs if w.group != "overhead" and r.speedup is not None]
-    return math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
+    return [r.speedup for w, r in pairs if w.group != "overhead" and r.speedup is not None]

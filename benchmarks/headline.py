@@ -6,14 +6,14 @@ import json
 import math
 import textwrap
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.page import replace_between
-from benchmarks.plot import GRID, INK, MUTED, STYLE
+from benchmarks.output import DOCS, RESULTS, ROOT, replace_between
+from benchmarks.plot import INK, MUTED, STYLE
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_name("results") / "latest.json"
-README, CHART = ROOT / "README.md", ROOT / "docs" / "speed.svg"
+LATEST = RESULTS / "latest.json"
+README, CHART = ROOT / "README.md", DOCS / "speed.svg"
 BEGIN, END = "<!-- headline: written by make bench -->", "<!-- end of headline -->"
 ROWS = {
     "large": "batches, tables far\npast the cache",
@@ -47,20 +47,15 @@ def batches(record: dict[str, Any]) -> list[float]:
     return [entry["speedup"] for entry in record["workloads"] if entry["group"] != "overhead"]
 
 
-def geometric_mean(speedups: list[float]) -> float:
-    return math.exp(sum(map(math.log, speedups)) / len(speedups))
-
-
 def draw(path: Path, record: dict[str, Any]) -> None:
     """A dot per workload, a row per group, on a scale where twice as fast is as far as half as fast."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     machine, mean = record["machine"], geometric_mean(batches(record))
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(8, 3.1), layout="constrained")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(8, 3.1), layout="constrained")
+        axes: Any = figure.subplots()
         axes.set_xscale("log", base=2)
         axes.axvline(1, color=INK, linewidth=1)
         axes.axvline(mean, color=FASTER, linewidth=1, linestyle=(0, (4, 3)))
@@ -79,13 +74,7 @@ def draw(path: Path, record: dict[str, Any]) -> None:
             f"{machine['torch'].partition('+')[0]}, FBGEMM {machine['fbgemm']}, {machine['date'][:10]}, one run.",
             fontsize=8,
         )
-        axes.tick_params(length=0)
-        axes.grid(axis="x", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
         figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def _draw_row(axes: Any, row: int, entries: list[dict[str, Any]]) -> None:
@@ -106,7 +95,7 @@ def _draw_row(axes: Any, row: int, entries: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Rewrites both from the checked-in results."""
-    write_headline(json.loads(RESULTS.read_text(encoding="utf-8")))
+    write_headline(json.loads(LATEST.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

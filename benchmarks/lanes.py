@@ -10,29 +10,26 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.output import DOCS, Sheet, replace_between
 from benchmarks.warp_per_bag import count_warp_per_bag
-from embforge.verify.cases import draw_tables
 from embforge.cli.common import load_spec
 from embforge.cli.display.counters import COUNTED_ROWS
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH, WARP
-from embforge.launch.simt.counters import SECTOR, KernelCounters, Traffic, total
-from embforge.verify.counting import count_lookup
 from embforge.inputs import Batch
-from embforge.verify.probes import shrunk
+from embforge.launch.simt.counters import SECTOR, KernelCounters, Traffic, total
+from embforge.tuner.workload.tensors import input_of
 from embforge.tuner.workload.workload import make_batch, parse
+from embforge.verify.cases import draw_tables
+from embforge.verify.counting import count_lookup
+from embforge.verify.probes import shrunk
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "emulated_gpu.md"
-MARKS = ("<!-- lanes: written by make lanes -->\n", "<!-- end of lanes -->\n")
+BEGIN, END = "<!-- lanes: written by make lanes -->", "<!-- end of lanes -->"
 
 SPECS = ("dlrm", "mixed")
 WORKLOADS = ("uniform,len=geo:20,batch=256", "uniform,len=geo:20,batch=2048")
@@ -86,9 +83,7 @@ def draw(name: str, workload: str, arch: str = DEFAULT_ARCH, seed: int = 0) -> D
     """A batch of an example spec, with tables small enough to fill."""
     spec = load_spec(name)
     small = shrunk(spec, COUNTED_ROWS)
-    made = make_batch(small, parse(workload), seed)
-    weights = None if made.weights is None else torch.from_numpy(made.weights)
-    batch = Batch(torch.from_numpy(made.values), torch.from_numpy(made.offsets), weights, made.size, None)
+    batch = input_of(make_batch(small, parse(workload), seed))
     plan = Plan("forward", "simt", arch, "int64", spec, CudaParams())
     return Drawn(plan, workload, draw_tables(small, seed), batch)
 
@@ -181,35 +176,23 @@ def main() -> None:
     arguments = parser.parse_args()
     batches = [draw(name, workload) for name in SPECS for workload in WORKLOADS]
     comparisons = [Comparison(drawn, count_ours(drawn), count_other(drawn)) for drawn in batches]
-    parts = [
-        (("spec", "workload", "mapping", *HEADINGS), [line for c in comparisons for line in summary(c)]),
-        (
+    sheets = [
+        Sheet(("spec", "workload", "mapping", *HEADINGS), [line for c in comparisons for line in summary(c)], words=3),
+        Sheet(
             ("spec", "rows", "bytes", *ROW_HEADINGS),
             [line for c in comparisons if c.drawn.workload == WORKLOADS[-1] for line in by_row_size(c)],
+            words=2,
         ),
     ]
-    for headings, lines in parts:
-        table = Table(*headings)
-        for line in lines:
-            table.add_row(*line)
-        Console().print(table)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    for sheet in sheets:
+        console.print(sheet.screen())
     if arguments.write:
-        PAGE.write_text(_with_results(PAGE.read_text("utf-8"), "\n".join(_markdown(*part) for part in parts)), "utf-8")
+        replace_between(DOCS / "emulated_gpu.md", BEGIN, END, "\n".join(sheet.markdown() for sheet in sheets))
     missed = [miss for c in comparisons for miss in misses(c.drawn, c.ours)]
     for miss in missed:
         print("missed:", miss)
     sys.exit(bool(missed))
-
-
-def _markdown(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    rule = ["---" if i < 3 else "--:" for i in range(len(headings))]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rule, *lines))
-
-
-def _with_results(page: str, results: str) -> str:
-    before, rest = page.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    return f"{before}{MARKS[0]}\n{results}\n{MARKS[1]}{after}"
 
 
 if __name__ == "__main__":

@@ -13,28 +13,25 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import click
 import numpy as np
-import torch
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
 from benchmarks.criteria import Verdict
-from benchmarks.page import PAGE, facts_line, replace_between, target_lines
+from benchmarks.output import DOCS, RESULTS, ROOT, Sheet, print_verdicts, replace_between
+from benchmarks.page import PAGE, facts_line, target_lines
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.tuner.bench.report import last_level_cache_bytes, machine_facts
-from embforge.tuner.measure.paired import Rotation
-from embforge.tuner.measure.quiet import QUIET, Clocks, others_since, wait_until_quiet
 from embforge.tuner.bench.training import our_module
 from embforge.tuner.bench.training_rules import RULES, gradients_of
+from embforge.tuner.measure.paired import Rotation
+from embforge.tuner.measure.quiet import QUIET, Clocks, others_since, wait_until_quiet
+from embforge.tuner.workload.tensors import input_of
 from embforge.tuner.workload.workload import Fixed, Workload, make_batch
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_name("results") / "latest-linear.json"
+LATEST = RESULTS / "latest-linear.json"
 BEGIN, END = "<!-- linear cost: written by make bench -->", "<!-- end of linear cost -->"
 ROWS, DIM, LENGTH = 10_000_000, 32, 20
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
@@ -73,17 +70,15 @@ def main(rule: str, sizes: str, rows: int, write: bool | None) -> None:
     clocks = Clocks.now()
     costs = measure_costs(rule, rows, wanted)
     others = others_since(clocks)
-    console.print(cost_table(costs, rule, rows))
+    console.print(sheet(costs).screen(_title(rule, rows)))
     verdicts = judge(costs)
     if others is not None and others > QUIET:
         verdicts.append(Verdict(f"others use at most {QUIET:g} CPUs meanwhile", f"{others:.2f} CPUs", False))
-    for verdict in verdicts:
-        word = "[green]pass[/]" if verdict.passed else "[red]FAIL[/]"
-        console.print(f"{word} {verdict.criterion}: {verdict.measured}")
+    print_verdicts(console, [("", verdict) for verdict in verdicts])
     undisturbed = others is None or others <= QUIET
     if write if write is not None else full and undisturbed:
         publish(costs, verdicts, rule, rows)
-        console.print(f"wrote {RESULTS.relative_to(ROOT)} and docs/{PAGE}")
+        console.print(f"wrote {LATEST.relative_to(ROOT)} and docs/{PAGE}")
     if not all(verdict.passed for verdict in verdicts):
         sys.exit(1)
 
@@ -114,9 +109,7 @@ class _Steps:
         self.ids = load.batch * LENGTH
         count = math.ceil(CACHES_TO_PASS * last_level_cache_bytes() / (self.ids * DIM * 4))
         made = [make_batch(module.spec, load, seed) for seed in range(min(max(count, 2), 64))]
-        self.batches: list[tuple[Tensor, Tensor]] = [
-            (torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)) for batch in made
-        ]
+        self.batches = [input_of(batch)[:2] for batch in made]
         self.distinct = int(np.unique(made[0].values).size)
         self.gradient = gradients_of(module.spec)(made[0]).joint
         self.rotation = Rotation(len(made))
@@ -152,16 +145,6 @@ def judge(costs: list[Cost]) -> list[Verdict]:
     return [Verdict(asked, f"ids^{power:.2f}", power <= LARGEST_EXPONENT)]
 
 
-def cost_table(costs: list[Cost], rule: str, rows: int) -> Table:
-    """A line a size."""
-    table = Table(*HEADINGS, title=_title(rule, rows), title_justify="left")
-    for column in table.columns:
-        column.justify = "right"
-    for cost in costs:
-        table.add_row(*_cells(cost))
-    return table
-
-
 def publish(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int) -> None:
     """Writes the result file and its part of docs/benchmarks.md."""
     machine = machine_facts()
@@ -173,18 +156,20 @@ def publish(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int) ->
         "costs": [asdict(cost) for cost in costs],
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    replace_between(ROOT / "docs" / PAGE, BEGIN, END, costs_markdown(costs, verdicts, rule, rows, machine))
+    RESULTS.mkdir(exist_ok=True)
+    LATEST.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    replace_between(DOCS / PAGE, BEGIN, END, costs_markdown(costs, verdicts, rule, rows, machine))
 
 
 def costs_markdown(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int, machine: dict[str, str]) -> str:
     """The table as it stands on the page."""
-    lines = [facts_line(machine), "", f"{_title(rule, rows)}.", ""]
-    lines += [f"| {' | '.join(HEADINGS)} |", "|" + "--:|" * len(HEADINGS)]
-    lines += [f"| {' | '.join(_cells(cost))} |" for cost in costs]
-    lines.append("")
+    lines = [facts_line(machine), "", f"{_title(rule, rows)}.", "", sheet(costs).markdown()]
     return "\n".join([*lines, target_lines([("", v) for v in verdicts])])
+
+
+def sheet(costs: list[Cost]) -> Sheet:
+    """A line per size."""
+    return Sheet(HEADINGS, [_cells(cost) for cost in costs], words=0)
 
 
 HEADINGS = ("ids", "distinct rows", "step ms", "step ns an id", "backward ms", "backward ns an id")

@@ -21,19 +21,19 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.oracle_cases import CASES, TRIES, Case, Oracle, Try, read_oracle, write_oracle
+from benchmarks.output import DOCS, RESULTS, Sheet, replace_between
 from embforge.codegen.build import build_many
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.tuned.record import Hardware, Record
 from embforge.codegen.tuned.stores import read_file
 from embforge.tuner.judge.bench_judge import BenchJudge
-from embforge.tuner.study.decision import gain_of
 from embforge.tuner.judge.messages import Setup
 from embforge.tuner.judge.outcome import Timed
 from embforge.tuner.measure.quiet import wait_until_quiet
 from embforge.tuner.measure.stats import noise_floor
+from embforge.tuner.study.decision import gain_of
 from embforge.tuner.study.task import Task
 
 BUDGET = "3m"
@@ -43,8 +43,7 @@ LEAST_WORK = 0.7
 """Of the wall time: compiling and measuring."""
 FINALISTS, FINAL_ROUNDS = 24, 60
 CHECK_ROUNDS, CHECK_BLOCKS = 40, 3
-RESULTS = Path(__file__).with_name("results")
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "tuning.md"
+PAGE = DOCS / "tuning.md"
 BEGIN, END = "<!-- tries: written by make oracle -->", "<!-- end of tries -->"
 
 
@@ -107,7 +106,7 @@ def tries(only: Sequence[int], write: bool) -> None:
         wait_until_quiet(60.0)
         results.append(run_try(TRIES[number]))
         click.echo(f"{results[-1]}: {'; '.join(results[-1].problems) or 'well'}")
-    Console(width=None if sys.stdout.isatty() else 160).print(_table(results))
+    Console(width=None if sys.stdout.isatty() else 160).print(sheet(results).screen())
     if write:
         _write(results)
     sys.exit(any(result.problems for result in results))
@@ -195,11 +194,9 @@ def _judge(task: Task, seed: int = 0) -> BenchJudge:
     return BenchJudge(Setup(task.anchor.text, task.workloads, seed=seed, threads=task.hardware.sizes["cores"]))
 
 
-def _table(results: Sequence[TryResult]) -> Table:
-    table = Table(*HEADINGS)
-    for result in results:
-        table.add_row(*_cells(result))
-    return table
+def sheet(results: Sequence[TryResult]) -> Sheet:
+    """A line per try."""
+    return Sheet(HEADINGS, [_cells(result) for result in results], words=2)
 
 
 HEADINGS = ("try", "stored", "trials", "of the best: stored", "found", "times the default", "noise", "at work")
@@ -217,10 +214,7 @@ def _write(results: Sequence[TryResult]) -> None:
     RESULTS.mkdir(exist_ok=True)
     data = {"measured": now.isoformat(timespec="seconds"), "tries": [asdict(result) for result in results]}
     (RESULTS / f"tries-{now:%Y-%m-%d}.json").write_text(json.dumps(data, indent=1) + "\n")
-    lines = ["| " + " | ".join(cells) + " |" for cells in (HEADINGS, ["---"] * len(HEADINGS), *map(_cells, results))]
-    text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
-    PAGE.write_text(head + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
+    replace_between(PAGE, BEGIN, END, sheet(results).markdown())
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embforge.codegen.reading.documents import read_json
 from embforge.codegen.errors import TunedError
 from embforge.codegen.params import Params, params_from
+from embforge.codegen.reading.documents import read_json
 from embforge.codegen.spec import CollectionSpec
 from embforge.tuner.study.task import Task, task_of
 

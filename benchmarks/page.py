@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
-from benchmarks.criteria import Verdict, geometric_mean
+from benchmarks.criteria import Verdict, batch_speedups
+from benchmarks.output import Sheet, replace_between
 from benchmarks.plot import draw
 from benchmarks.suites import FORWARD, Suite
 from benchmarks.workloads import BenchWorkload
+from embforge.tuner.bench.peers import PEERS
 from embforge.tuner.bench.report import BenchReport
 from embforge.tuner.measure.paired import Ratio
-from embforge.tuner.bench.peers import PEERS
 
 PAGE = "benchmarks.md"
 FACTS = ("cpu", "threads", "last_level_cache", "system", "torch", "fbgemm", "embforge")
@@ -39,16 +41,6 @@ def write_page(
     return page
 
 
-def replace_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Puts `text` between two lines of a page. `ValueError` if they are not there."""
-    old = page.read_text(encoding="utf-8")
-    if begin not in old or end not in old:
-        raise ValueError(f"{page} has lost its markers {begin} and {end}; put them around the results")
-    head, rest = old.split(begin, 1)
-    tail = rest.split(end, 1)[1]
-    page.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
-
-
 def facts_line(machine: dict[str, str]) -> str:
     """When and where it was measured."""
     return f"{machine['date']}; " + ", ".join(f"{key.replace('_', ' ')} {machine[key]}" for key in FACTS) + "."
@@ -61,11 +53,6 @@ def results_markdown(
     suite: Suite = FORWARD,
 ) -> str:
     """How much faster in a sentence, the machine, the plot and how to read it, and a table of all workloads."""
-    training = suite.name == "training"
-    names = [SPELLED.get(name, name) for name in suite.columns]
-    shares = ["of the limit", *(["of both limits"] if training else [])]
-    headings = ["workload", "load", *names, "vs torch", "vs FBGEMM", *shares, "targets"]
-    numbers = len(headings) - 3
     lines = [
         *summary_lines(workloads, reports, suite),
         facts_line(reports[0].machine),
@@ -74,31 +61,46 @@ def results_markdown(
         "",
         *caption_lines(suite),
         "",
-        f"Times in microseconds a {'step' if training else 'call'} (medians); ratios are medians of paired rounds with "
-        "their 95 % interval.",
+        f"Times in microseconds a {'step' if suite.name == 'training' else 'call'} (medians); ratios are medians of "
+        "paired rounds with their 95 % interval.",
         "",
-        f"| {' | '.join(headings)} |",
-        "|---|---|" + "--:|" * numbers + "---|",
+        sheet(workloads, reports, verdicts, suite, loads=True).markdown(),
     ]
+    reasons = {f"{name}: {why}" for report in reports for name, why in report.skipped.items()}
+    lines += [*(f"- Left out: {reason}." for reason in sorted(reasons)), ""] if reasons else []
+    return "\n".join(lines)
+
+
+def sheet(
+    workloads: Sequence[BenchWorkload],
+    reports: Sequence[BenchReport],
+    verdicts: Sequence[Sequence[Verdict]],
+    suite: Suite,
+    *,
+    loads: bool = False,
+) -> Sheet:
+    """Times in microseconds, ratios over the peers, shares of the limits and whether targets are reached."""
+    training = suite.name == "training"
+    names = [SPELLED.get(name, name) for name in suite.columns]
+    shares = ["of the limit", *(["of both limits"] if training else [])]
+    headings = ["workload", *(["load"] if loads else []), *names, "vs torch", "vs FBGEMM", *shares, "targets"]
+    rows = []
     for workload, report, judged in zip(workloads, reports, verdicts, strict=True):
+        load = [f"`{workload.load}`"] if loads else []
         times = [_time(report, name) for name in suite.columns]
         ratios = [_ratio(report, name) for name in PEERS]
         of = [report.limit_share, *([report.both_share] if training else [])]
         reached = word_for(all(v.passed for v in judged))
-        cells = [workload.name, f"`{workload.load}`", *times, *ratios, *map(_share, of), reached]
-        lines.append(f"| {' | '.join(cells)} |")
-    reasons = {f"{name}: {why}" for report in reports for name, why in report.skipped.items()}
-    lines += ["", *(f"- Left out: {reason}." for reason in sorted(reasons))] if reasons else []
-    return "\n".join(lines) + "\n"
+        rows.append([workload.name, *load, *times, *ratios, *map(_share, of), reached])
+    return Sheet(headings, rows, words=1 + loads)
 
 
 def summary_lines(workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport], suite: Suite) -> list[str]:
     """How many times as fast as the faster peer, over all workloads with more than one sample; none without peers."""
-    pairs = zip(workloads, reports, strict=True)
-    speedups = [r.speedup for w, r in pairs if w.group != "overhead" and r.speedup is not None]
-    mean = geometric_mean(workloads, reports)
-    if mean is None:
+    speedups = batch_speedups(workloads, reports)
+    if not speedups:
         return []
+    mean = geometric_mean(speedups)
     what = "Training steps" if suite.name == "training" else "Lookups of whole batches"
     return [
         f"**{what} are {min(speedups):.1f} to {max(speedups):.1f} times as fast as with the faster of torch and "

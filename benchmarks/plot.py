@@ -21,6 +21,13 @@ STYLE: Any = {
     "axes.labelcolor": MUTED,
     "xtick.color": MUTED,
     "ytick.color": INK,
+    "axes.axisbelow": True,
+    "axes.edgecolor": "none",
+    "axes.grid": True,
+    "axes.grid.axis": "x",
+    "grid.color": GRID,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
     "svg.hashsalt": "embforge",
 }
 
@@ -29,16 +36,13 @@ def draw(
     path: Path, workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport], suite: Suite = FORWARD
 ) -> None:
     """Writes the plot; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     heights = _heights(workloads)
-    with pyplot.rc_context(STYLE):
-        figure, (speed, share) = pyplot.subplots(
-            1, 2, sharey=True, figsize=(10, 1.3 + 0.27 * max(heights)), width_ratios=(3, 2), layout="constrained"
-        )
+    with rc_context(STYLE):
+        figure = Figure(figsize=(10, 1.3 + 0.27 * max(heights)), layout="constrained")
+        speed, share = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         _draw_speed(speed, heights, reports, suite)
         _draw_share(share, heights, reports, suite)
         speed.set_yticks(heights, [w.name for w in workloads])
@@ -46,14 +50,7 @@ def draw(
         for group, height in _titles(workloads, heights):
             speed.text(-0.02, height, GROUP_TITLES[group], transform=speed.get_yaxis_transform(),
                        ha="right", va="center", color=MUTED, fontsize=8, style="italic")  # fmt: skip
-        for axes in (speed, share):
-            axes.tick_params(length=0)
-            axes.grid(axis="x", color=GRID, linewidth=0.8)
-            axes.set_axisbelow(True)
-            for spine in axes.spines.values():
-                spine.set_visible(False)
         figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport], suite: Suite) -> None:

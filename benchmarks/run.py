@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.criteria import Verdict, judge, judge_all
 from benchmarks.headline import write_headline
-from benchmarks.page import write_page
+from benchmarks.output import DOCS, ROOT, print_verdicts, write_record
+from benchmarks.page import sheet, write_page
 from benchmarks.suites import SUITES, Suite, run_workload
 from benchmarks.workloads import BenchWorkload, read_workloads
-from embforge.tuner.bench.report import LIMIT, OURS, BenchReport
 from embforge.tuner.bench.peers import PEERS
+from embforge.tuner.bench.report import LIMIT, OURS, BenchReport
 from embforge.tuner.measure.quiet import wait_until_quiet
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_name("results")
 CONTENDERS = (OURS, *PEERS, LIMIT)
 QUICK_SECONDS = 1.0
 PATIENCE = 180.0
@@ -67,8 +61,9 @@ def main(
     reports = [runner.measure(workload) for workload in workloads]
     verdicts = [judge(w, r) for w, r in zip(workloads, reports, strict=True)]
     overall = judge_all(workloads, reports)
-    console.print(results_table(suite, workloads, reports, verdicts))
-    print_misses(console, workloads, verdicts, overall)
+    console.print(sheet(workloads, reports, verdicts, suite).screen("Medians in µs"))
+    missed = [(f"{w.name}: ", v) for w, of in zip(workloads, verdicts, strict=True) for v in of if not v.passed]
+    print_verdicts(console, [*missed, *(("", verdict) for verdict in overall)])
     full = not only and not quick and set(names) == set(CONTENDERS)
     if write if write is not None else full:
         # A busy machine's times are kept beside the others, but they do not replace a page measured in peace.
@@ -114,41 +109,6 @@ class Runner:
         return report
 
 
-def results_table(
-    suite: Suite, workloads: list[BenchWorkload], reports: list[BenchReport], verdicts: list[list[Verdict]]
-) -> Table:
-    """Times in microseconds, ratios over the peers, shares of the limits, verdict."""
-    shares = ["of limit", *(["of both"] if suite.name == "training" else [])]
-    table = Table("workload", *(f"{name} µs" for name in suite.columns), "vs torch", "vs fbgemm", *shares, "verdict")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for workload, report, judged in zip(workloads, reports, verdicts, strict=True):
-        passed = all(v.passed for v in judged)
-        verdict = "[dim]-" if not judged else "[green]pass" if passed else "[red]FAIL"
-        of = [report.limit_share, report.both_share]
-        table.add_row(
-            workload.name + (" [yellow](disturbed)" if report.disturbed else ""),
-            *(_microseconds(report, name) for name in suite.columns),
-            *(_ratio(report, name) for name in PEERS),
-            *(f"{share.median:.1%}" if share else "-" for share in of[: len(shares)]),
-            verdict,
-        )
-    return table
-
-
-def print_misses(
-    console: Console, workloads: list[BenchWorkload], verdicts: list[list[Verdict]], overall: list[Verdict]
-) -> None:
-    """Every criterion that does not hold, and the verdicts over all workloads."""
-    for workload, judged in zip(workloads, verdicts, strict=True):
-        for verdict in judged:
-            if not verdict.passed:
-                console.print(f"[red]FAIL[/] {workload.name}: asked {verdict.criterion}, measured {verdict.measured}")
-    for verdict in overall:
-        word = "[green]pass[/]" if verdict.passed else "[red]FAIL[/]"
-        console.print(f"{word} {verdict.criterion}: {verdict.measured}")
-
-
 def _contenders(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
@@ -164,18 +124,6 @@ def _line(workload: BenchWorkload, report: BenchReport) -> str:
     return f"{workload.name:46} {times} µs{share}{disturbed}"
 
 
-def _microseconds(report: BenchReport, name: str) -> str:
-    timing = report.timing(name)
-    return f"{timing.median:,.1f}" if timing else "-"
-
-
-def _ratio(report: BenchReport, name: str) -> str:
-    ratio = report.ratios.get(name)
-    if ratio is None:
-        return "no such peer" if name in report.skipped else "-"
-    return f"{ratio.median:.2f}x"
-
-
 def _write(
     suite: Suite,
     workloads: list[BenchWorkload],
@@ -186,38 +134,19 @@ def _write(
     *,
     publish: bool,
 ) -> None:
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "suite": suite.name,
-        "machine": reports[0].machine,
-        "overall": [vars(v) for v in overall],
-        "workloads": [
-            {"name": w.name, "group": w.group, "verdicts": [vars(v) for v in judged], **r.to_json()}
-            for w, r, judged in zip(workloads, reports, verdicts, strict=True)
-        ],
-    }
-    RESULTS.mkdir(exist_ok=True)
-    dated = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}-{suite.name}.json"
-    dated.write_text(_json(record), encoding="utf-8")
-    console.print(f"wrote {dated.relative_to(ROOT)}")
+    record = {"suite": suite.name, "machine": reports[0].machine, "overall": [vars(v) for v in overall]}
+    entries = [
+        {"name": w.name, "group": w.group, "verdicts": [vars(v) for v in judged], **r.to_json()}
+        for w, r, judged in zip(workloads, reports, verdicts, strict=True)
+    ]
+    write_record(suite.name, suite.latest, record, {"workloads": entries}, console, page=publish)
     if not publish:
-        console.print(
-            f"[yellow]others used the machine: {suite.latest} and the page stay as they were[/] (--write replaces)"
-        )
         return
-    (RESULTS / suite.latest).write_text(_json(record), encoding="utf-8")
-    page = write_page(ROOT / "docs", workloads, reports, verdicts, overall, suite)
-    console.print(f"wrote {suite.latest} beside it, {page.relative_to(ROOT)} and its plot")
+    page = write_page(DOCS, workloads, reports, verdicts, overall, suite)
+    console.print(f"wrote {page.relative_to(ROOT)} and its plot")
     if suite.name == "forward":
-        write_headline(record)
+        write_headline(record | {"workloads": entries})
         console.print("wrote the number of README.md and its chart")
-
-
-def _json(record: dict[str, Any]) -> str:
-    """A line a workload: readable in a diff, and the samples do not take a line each."""
-    head = {key: value for key, value in record.items() if key != "workloads"}
-    lines = ",\n".join(json.dumps(entry) for entry in record["workloads"])
-    return json.dumps(head, indent=1)[:-2] + f',\n "workloads": [\n{lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

@@ -5,31 +5,26 @@ Starts its own processes, one thread each. A step is lookup, exchange, backward 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 from torch import multiprocessing
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.criteria import Verdict
-from benchmarks.page import PAGE, facts_line, replace_between, target_lines, word_for
+from benchmarks.output import DOCS, Sheet, print_verdicts, replace_between, write_record
+from benchmarks.page import PAGE, facts_line, target_lines, word_for
 from benchmarks.sharded_cases import Case, read_cases
 from benchmarks.sharded_ranks import PLANS, TOLERANCE, TORCHREC, Outcome, Task, run_rank
 from embforge.codegen.machine import package_version
 from embforge.tuner.bench.report import OURS, machine_facts
 from embforge.tuner.measure.quiet import QUIET
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_name("results")
 LATEST = "latest-sharded.json"
 BEGIN, END = "<!-- sharded results: written by make bench -->", "<!-- end of sharded results -->"
 CONTENDERS = (OURS, TORCHREC)
@@ -78,11 +73,9 @@ def main(
     outcomes: list[Outcome] = []
     for count in ranks:
         outcomes += run_group(count, cases, plans, names, budget, 0.0 if quick else PATIENCE)
-    console.print(results_table(outcomes))
+    console.print(sheet(outcomes).screen())
     verdicts = judge(outcomes)
-    for verdict in verdicts:
-        if not verdict.passed:
-            console.print(f"[red]FAIL[/] {verdict.criterion}: {verdict.measured}")
+    print_verdicts(console, [("", verdict) for verdict in verdicts if not verdict.passed])
     full = not (wanted or quick or only) and set(plans) == set(PLANS) and set(ranks) == set(RANKS)
     if write if write is not None else full:
         publish(outcomes, verdicts, cases, console, page=bool(write) or not any(o.disturbed for o in outcomes))
@@ -129,21 +122,12 @@ def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
     return verdicts
 
 
-REACHED, NOT_REACHED = word_for(True), word_for(False)
 HEADINGS = ("case", "plan", "ranks", "embforge ms", "TorchRec ms", "vs TorchRec", "targets")
 
 
-def results_table(outcomes: Sequence[Outcome]) -> Table:
-    """A line a case, plan and number of ranks."""
-    table = Table(*HEADINGS)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for outcome in outcomes:
-        disturbed = " [yellow](disturbed)" if outcome.disturbed else ""
-        *cells, verdict = _cells(outcome)
-        colour = {REACHED: "[green]", NOT_REACHED: "[red]"}.get(verdict, "[dim]")
-        table.add_row(cells[0] + disturbed, *cells[1:], colour + verdict.strip("*"))
-    return table
+def sheet(outcomes: Sequence[Outcome]) -> Sheet:
+    """A line per case, plan and number of ranks."""
+    return Sheet(HEADINGS, [_cells(outcome) for outcome in outcomes], words=2)
 
 
 def publish(
@@ -151,24 +135,12 @@ def publish(
 ) -> None:
     """Writes the dated result file; with `page` also the latest one and its part of docs/benchmarks.md."""
     machine = {**machine_facts(), "threads": "1 a rank", "torchrec": package_version("torchrec") or "not installed"}
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine,
-        "cases": [{"name": c.name, "table_bytes": c.table_bytes, "batch_a_rank": c.batch} for c in cases],
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-    }
-    lines = ",\n".join(json.dumps(outcome.to_json()) for outcome in outcomes)
-    text = json.dumps(record, indent=1)[:-2] + f',\n "outcomes": [\n{lines}\n ]\n}}\n'
-    RESULTS.mkdir(exist_ok=True)
-    dated = RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}-sharded.json"
-    dated.write_text(text, encoding="utf-8")
-    console.print(f"wrote {dated.relative_to(ROOT)}")
-    if not page:
-        console.print(f"[yellow]others used the machine: {LATEST} and the page stay as they were[/] (--write replaces)")
-        return
-    (RESULTS / LATEST).write_text(text, encoding="utf-8")
-    replace_between(ROOT / "docs" / PAGE, BEGIN, END, results_markdown(outcomes, verdicts, cases, machine))
-    console.print(f"wrote {LATEST} beside it and docs/{PAGE}")
+    record = {}
+    entries = [outcome.to_json() for outcome in outcomes]
+    write_record("sharded", LATEST, record, {"outcomes": entries}, console, page=page)
+    if page:
+        replace_between(DOCS / PAGE, BEGIN, END, results_markdown(outcomes, verdicts, cases, machine))
+        console.print(f"wrote docs/{PAGE}")
 
 
 def results_markdown(
@@ -185,12 +157,9 @@ def results_markdown(
         f"batch of a rank. {sizes}."
         + (f" Ranks beyond {machine['cpus']} share the machine's {machine['cpus']} CPUs." if more else ""),
         "",
-        f"| {' | '.join(HEADINGS)} |",
-        "|---|---|" + "--:|" * (len(HEADINGS) - 3) + "---|",
+        sheet(outcomes).markdown(),
     ]
-    for outcome in outcomes:
-        lines.append(f"| {' | '.join(_cells(outcome))} |")
-    return "\n".join([*lines, "", target_lines([("", v) for v in verdicts if not v.passed])])
+    return "\n".join([*lines, target_lines([("", v) for v in verdicts if not v.passed])])
 
 
 def _line(outcome: Outcome) -> str:

@@ -5,7 +5,6 @@ All of it follows from seeds alone, so every rank can work out what any rank has
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.workloads import collection_of
 from embforge.codegen.layout import layout_of
-from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.spec import CollectionSpec
 from embforge.tuner.bench.peers import fill_table
 from embforge.tuner.workload.workload import make_batch, parse
 
@@ -133,17 +133,11 @@ def read_cases(path: Path = CASES) -> list[Case]:
 
 
 def _case(entry: dict[str, Any]) -> Case:
-    rows, dims, bags = entry["rows"], entry["dims"], entry["bags"]
-    tables = tuple(
-        TableSpec(f"table{index}", rows[index % len(rows)], dims[index % len(dims)]) for index in range(entry["tables"])
-    )
-    features = tuple(FeatureSpec(f"feature{index}", table.name) for index, table in enumerate(tables))
+    spec, bags = collection_of(entry["name"], entry["tables"], entry["rows"], entry["dims"]), entry["bags"]
     loads = tuple(
-        f"{entry['ids']},len={bags[index % len(bags)]},batch={entry['batch']}" for index in range(len(tables))
+        f"{entry['ids']},len={bags[index % len(bags)]},batch={entry['batch']}" for index in range(len(spec.tables))
     )
-    slug = re.sub(r"[^A-Za-z0-9]+", "_", entry["name"]).strip("_").lower()
-    name = slug if slug[0].isalpha() else f"case_{slug}"
-    return Case(entry["name"], CollectionSpec(tables, features, name=name), loads, entry["batch"])
+    return Case(entry["name"], spec, loads, entry["batch"])
 
 
 def _swapped(cut: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -80,7 +80,7 @@ class TorchRec:
     def _own_order(self, inputs: Inputs) -> Tensor:
         """The gradient's columns as TorchRec orders them."""
         columns = dict(zip((f.name for f in self.case.spec.features), self.case.columns(), strict=True))
-        names = self.module._embedding_names
+        names = self.module._embedding_names  # noqa: SLF001 - TorchRec tells the order nowhere else
         return torch.cat([inputs.gradient[:, columns[name]] for name in names], dim=1)
 
 

@@ -9,8 +9,8 @@ from benchmarks import criteria, workloads
 from benchmarks.criteria import Bars
 from benchmarks.workloads import BenchWorkload
 from embforge.tuner.bench.forward import bench_spec
-from embforge.tuner.bench.report import GATHER_LIMIT, LIMIT, OURS, BenchReport
 from embforge.tuner.bench.peers import PEERS
+from embforge.tuner.bench.report import GATHER_LIMIT, LIMIT, OURS, BenchReport
 from embforge.tuner.bench.training import bench_training
 
 
@@ -72,7 +72,7 @@ SUITES = {suite.name: suite for suite in (FORWARD, TRAINING)}
 def run_workload(workload: BenchWorkload, names: tuple[str, ...], seconds: float) -> BenchReport:
     """One workload timed with the contenders in `names`."""
     against = [name for name in names if name in PEERS]
-    ours, limit = OURS in names, LIMIT in names
+    ours, limit = OURS in names, LIMIT in names and workload.group != "overhead"  # one sample has no rows to speak of
     if workload.train is not None:
         return bench_training(
             workload.spec,
@@ -83,5 +83,4 @@ def run_workload(workload: BenchWorkload, names: tuple[str, ...], seconds: float
             ours=ours,
             limit=limit,
         )
-    limit = limit and workload.group != "overhead"  # no rows to speak of
     return bench_spec(workload.spec, against=against, workload=workload.load, seconds=seconds, ours=ours, limit=limit)

@@ -14,12 +14,13 @@ from torch import Tensor
 from embforge.codegen.layout import largest_power_of_two
 from embforge.codegen.plan import Plan
 from embforge.codegen.render import render
-from embforge.codegen.targets.cuda.arch import WARP
+from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH, WARP, arch_named
+from embforge.codegen.targets.cuda.formats import format_facts
 from embforge.codegen.targets.simt.toolchain import compile_image
-from embforge.launch.simt.counters import KernelCounters
 from embforge.inputs import Batch
-from embforge.launch.simt.forward import kernel_counters, table_region
 from embforge.launch.simt.abi import DONE, Image, Region
+from embforge.launch.simt.counters import KernelCounters
+from embforge.launch.simt.forward import kernel_counters, table_region
 
 KERNEL = "warp_per_bag"
 BLOCK = 256
@@ -29,7 +30,8 @@ LOADS = (16, 8, 4, 2, 1)
 
 def warp_per_bag_text() -> str:
     """The kernel's CUDA text, behind the primitives that embforge's own kernels use."""
-    primitives = render("cuda/common/primitives.cu.j2", {"load_hint": "", "load_bytes": LOADS, "conversions": ()})
+    facts = {"load_hint": "", "load_bytes": LOADS, **format_facts((), arch_named(DEFAULT_ARCH))}
+    primitives = render("cuda/common/primitives.cu.j2", facts)
     return primitives + "\n" + (Path(__file__).parent / "warp_per_bag.cu").read_text("utf-8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,15 @@ def _workload(entry: dict[str, Any]) -> BenchWorkload:
         raise ValueError(f"workload {name!r}: against_torch belongs to group 'overhead' and to no other")
     if rule is not None and rule not in RULES:
         raise ValueError(f"workload {name!r}: rule={rule!r} is not known; allowed: {', '.join(RULES)}")
-    dims, dtype = entry["dims"], entry.get("dtype", "fp32")
-    tables = [
-        TableSpec(f"table{index}", entry["rows"], dims[index % len(dims)], dtype) for index in range(entry["tables"])
-    ]
-    features = [FeatureSpec(f"feature{index}", table.name) for index, table in enumerate(tables)]
-    slug = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower()
-    spec = CollectionSpec(tuple(tables), tuple(features), name=slug)
+    spec = collection_of(name, entry["tables"], [entry["rows"]], entry["dims"], entry.get("dtype", "fp32"))
     return BenchWorkload(name, group, spec, entry["load"], entry.get("against_torch"), rule)
+
+
+def collection_of(
+    name: str, tables: int, rows: Sequence[int], dims: Sequence[int], dtype: Any = "fp32"
+) -> CollectionSpec:
+    """A collection whose tables take their rows and dims in turn and have one feature each."""
+    made = tuple(TableSpec(f"table{i}", rows[i % len(rows)], dims[i % len(dims)], dtype) for i in range(tables))
+    features = tuple(FeatureSpec(f"feature{index}", table.name) for index, table in enumerate(made))
+    slug = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower()
+    return CollectionSpec(made, features, name=slug if slug[0].isalpha() else f"case_{slug}")

@@ -12,11 +12,11 @@ PEERS  := $(VENV)/.peers
 GOLDEN_SPECS := dlrm llm_vocab mixed
 GOLDEN_TRAINED := dlrm:rowwise_adagrad llm_vocab:adam mixed:sgd+l2
 
-.PHONY: help setup shell demo test soak bench footprint oracle lanes lint format golden wheel lock clean
+.PHONY: help setup shell demo test soak baseline baseline-write seeded coverage bench footprint oracle lanes lint format golden wheel lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 setup: $(READY) ## .venv from the lock, embforge editable in it
 
@@ -28,10 +28,23 @@ demo: $(READY) ## everything once: kernels for this CPU and eight GPU generation
 	$(RUN)embforge demo
 
 test: $(READY) ## all tests (10 minutes at most)
-	$(RUN)python -m pytest -n 2 -m "not soak"
+	$(RUN)python -m pytest -n 2 --dist worksteal -m "not soak"
 
 soak: $(READY) ## kills, fuzzing (EMBFORGE_FUZZ_MINUTES, else 10) and long runs
 	HYPOTHESIS_PROFILE=soak $(RUN)python -m pytest -m "soak or hypothesis"
+
+baseline: $(READY) ## are results and machine code those of tests/baseline/digests.json? (5 minutes)
+	PYTHONPATH=tests $(RUN)python -m baseline check
+
+baseline-write: $(READY) ## write these digests anew, after a change that is meant to alter them
+	PYTHONPATH=tests $(RUN)python -m baseline write
+
+seeded: $(READY) ## do tests see each bug of tests/seeded/bugs.toml? ONLY=TEXT takes some (11 minutes)
+	PYTHONPATH=tests $(RUN)python -m seeded $(if $(ONLY),'$(ONLY)')
+
+coverage: $(READY) ## which lines of product code and which templates does `make test` reach? (20 minutes)
+	$(PIP) install 'coverage>=7.10'
+	PYTHONPATH=tests $(RUN)python -m covered
 
 bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch, FBGEMM, TorchRec (35 minutes); writes dated JSON
 	$(RUN)python -m benchmarks.build_times
@@ -47,10 +60,12 @@ oracle: $(READY) ## ten runs of the tuner beside spaces that were measured whole
 lanes: $(READY) ## what the lanes of a GPU would do, counted by the emulated one; rewrites docs/emulated_gpu.md
 	$(RUN)python -m benchmarks.lanes --write
 
-lint: $(READY) ## ruff, format, types
+lint: $(READY) ## ruff, format, types, who imports whom, plain English
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
+	PYTHONPATH=src $(RUN)lint-imports --no-cache --no-logo
+	PYTHONPATH=tests $(RUN)python -m words
 
 format: $(READY) ## let ruff rewrite what it can
 	$(RUN)ruff check --fix .

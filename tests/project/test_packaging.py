@@ -15,8 +15,19 @@ import pytest
 
 from benchmarks import footprint
 
-ROOT = Path(__file__).parent.parent
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "codegen", "examples", "runtime", "src", "templates", "tuner")
+ROOT = Path(__file__).parents[2]
+SOURCES = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "cli",
+    "codegen",
+    "examples",
+    "runtime",
+    "src",
+    "templates",
+    "tuner",
+)
 
 
 def finished(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -49,10 +60,10 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in ("py.typed", "__init__.py", "cli/main.py", "specs/dlrm.toml", "specs/mixed.toml"):
         assert f"embforge/{name}" in names
-    data = [*ROOT.glob("templates/**/*"), *ROOT.glob("tuner/shipped/*.json")]
+    data = [*ROOT.glob("templates/**/*"), *ROOT.glob("codegen/tuned/shipped/*.json")]
     for path in (p for p in data if p.is_file() and "__pycache__" not in p.parts):
         assert f"embforge/{path.relative_to(ROOT)}" in names
-    modules = {"runtime": "", "codegen": "codegen/", "templates": "templates/", "tuner": "tuner/"}
+    modules = {"runtime": "", "cli": "cli/", "codegen": "codegen/", "templates": "templates/", "tuner": "tuner/"}
     for folder, package in modules.items():
         for path in (ROOT / folder).rglob("*.py"):
             assert f"embforge/{package}{path.relative_to(ROOT / folder)}" in names
@@ -158,6 +169,7 @@ def test_public_names_load_on_use() -> None:
     for name in embforge.__all__:
         assert getattr(embforge, name) is not None
         assert name in dir(embforge)
+    assert {name for name in dir(embforge) if not name.startswith("__")} == {*embforge.__all__} - {"__version__"}
     with pytest.raises(AttributeError, match=r"no attribute 'Missing'.*EmbeddingCollection"):
         embforge.Missing  # noqa: B018
 
@@ -191,7 +203,8 @@ def test_expected(): assert False
 
 @pytest.mark.parametrize(("ci", "failed"), [("true", 1), ("", 0)])
 def test_a_skip_fails_in_ci_unless_its_reason_is_listed(tmp_path: Path, ci: str, failed: int) -> None:
-    for name in ("conftest.py", "allowed_skips.txt"):
+    (tmp_path / "support").mkdir()
+    for name in ("conftest.py", "support/precompiled_headers.py", "allowed_skips.txt"):
         shutil.copy(ROOT / "tests" / name, tmp_path / name)
     (tmp_path / "test_skips.py").write_text(SKIPPING)
     (tmp_path / "test_module.py").write_text("import pytest\npytest.skip('never here', allow_module_level=True)\n")
@@ -205,7 +218,9 @@ def test_a_skip_fails_in_ci_unless_its_reason_is_listed(tmp_path: Path, ci: str,
         str(tmp_path),
         "--continue-on-collection-errors",
     ]
-    answer = subprocess.run(command, env={**os.environ, "CI": ci}, capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        command, env={**os.environ, "CI": ci, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
     assert answer.returncode == (1 if failed else 0), answer.stdout
     assert ("'not today' is not in" in answer.stdout) == ("'never here' is not in" in answer.stdout) == bool(failed)
     assert "1 xfailed" in answer.stdout and "no GPU on this machine' is not" not in answer.stdout

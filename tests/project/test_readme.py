@@ -17,7 +17,7 @@ import pytest
 from benchmarks import headline
 from embforge.cli.main import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PIP = "python -m pip --disable-pip-version-check install --dry-run --no-deps --no-build-isolation"
 """What pip would do without the network. `benchmarks.footprint` installs for real."""
@@ -108,7 +108,7 @@ def test_blocks_run(beside: Path, block: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_number_and_chart_are_those_of_the_checked_in_results(tmp_path: Path) -> None:
-    record = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
+    record = json.loads(headline.LATEST.read_text(encoding="utf-8"))
     (copy := tmp_path / "README.md").write_text(README, encoding="utf-8")
     headline.write_headline(record, copy, tmp_path / "speed.svg")
     assert copy.read_text(encoding="utf-8") == README

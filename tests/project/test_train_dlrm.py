@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.sharded.ranks import run_ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))  # torchrun does the same for a script
 
 import train_dlrm  # noqa: E402

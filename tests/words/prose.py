@@ -1,0 +1,136 @@
+"""The English of a file: comments, docstrings, sentences in string literals, and Markdown outside of code."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SUFFIXES = (".py", ".md", ".toml", ".j2")
+"""Kinds of files that have English."""
+
+WORDS_OF_A_SENTENCE = 4
+"""A string literal with fewer words than this is taken for data, not for a message."""
+
+PLACEHOLDER = "…"
+"""Takes the place of code in the text: what an f-string inserts, `code` in backticks."""
+
+
+class Prose(NamedTuple):
+    """A paragraph, comment, docstring or message, with its line breaks, so that places in it have lines."""
+
+    line: int
+    text: str
+
+    def line_at(self, position: int) -> int:
+        return self.line + self.text.count("\n", 0, position)
+
+
+def prose_of(path: Path) -> list[Prose]:
+    """Everything that a person reads as English in a file; an empty list for a kind of file that has none."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        found = [*_python_comments(text), *_python_strings(text)]
+    elif path.suffix == ".md":
+        found = [*_markdown(text)]
+    elif path.suffix == ".toml":
+        found = [*_joined((number, line[1:]) for number, line in _lines(text) if line.startswith("#"))]
+    elif path.suffix == ".j2":
+        found = [*_blocks(text, r"\{#-?(.*?)-?#\}"), *_blocks(text, r"/\*(.*?)\*/"), *_slash_comments(text)]
+    else:
+        found = []
+    return sorted(Prose(line, _without_code(text)) for line, text in found)
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    return enumerate((line.strip() for line in text.splitlines()), start=1)
+
+
+def _joined(comments: Iterator[tuple[int, str]]) -> Iterator[Prose]:
+    """Comments on lines that follow each other, as one paragraph: sentences continue over line ends."""
+    paragraph: list[str] = []
+    first = 0
+    for line, text in comments:
+        if paragraph and line != first + len(paragraph):
+            yield Prose(first, "\n".join(paragraph))
+            paragraph = []
+        first = first if paragraph else line
+        paragraph.append(text.strip())
+    if paragraph:
+        yield Prose(first, "\n".join(paragraph))
+
+
+def _python_comments(source: str) -> Iterator[Prose]:
+    whole, trailing = [], []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|pragma)", token.string):
+            alone = token.line.lstrip().startswith("#")
+            (whole if alone else trailing).append((token.start[0], token.string.lstrip("# ")))
+    yield from _joined(iter(whole))
+    yield from (Prose(*comment) for comment in trailing)
+
+
+def _python_strings(source: str) -> Iterator[Prose]:
+    """Docstrings, those of attributes included, and other literals that read as sentences."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        text = None
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else PLACEHOLDER for part in node.values]
+            text = "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            text = node.value
+        if text is not None and (id(node) in docstrings or _reads_as_a_sentence(text)):
+            yield Prose(node.lineno, text)
+
+
+def _reads_as_a_sentence(text: str) -> bool:
+    return len(re.findall(r"(?<![\w.])[a-zA-Z']+(?= |[.,:;!?]|$)", text)) >= WORDS_OF_A_SENTENCE
+
+
+def _markdown(text: str) -> Iterator[Prose]:
+    """Paragraphs, list items and rows of tables; neither fenced nor indented code, nor sections that a program writes
+    (from `<!-- name: written by ... -->` to `<!-- end of name -->`)."""
+    paragraph: list[str] = []
+    first, fenced, in_list, written = 0, False, False, False
+    for number, line in [*enumerate(text.splitlines(), start=1), (0, "")]:
+        fence = line.lstrip().startswith("```")
+        starts = bool(re.match(r"\s*([-*|#>]|\d+\.) ?", line))
+        written = (written or ": written by " in line) and not line.startswith("<!-- end of")
+        code = written or fenced or fence or (line.startswith("    ") and not paragraph and not in_list)
+        if paragraph and (starts or code or not line.strip()):
+            yield Prose(first, "\n".join(paragraph))
+            paragraph = []
+        fenced ^= fence
+        if code or not line.strip():
+            continue
+        in_list = (starts and not line.startswith("#")) or (in_list and line.startswith(" "))
+        first = first if paragraph else number
+        paragraph.append(re.sub(r"^\s*([-*#>]+|\d+\.) ", "", line).strip())
+
+
+def _blocks(text: str, pattern: str) -> Iterator[Prose]:
+    for match in re.finditer(pattern, text, re.DOTALL):
+        lines = [line.strip().removeprefix("*").strip() for line in match[1].splitlines()]
+        yield Prose(text.count("\n", 0, match.start()) + 1, "\n".join(lines))
+
+
+def _slash_comments(text: str) -> Iterator[Prose]:
+    whole, trailing = [], []
+    for number, line in _lines(text):
+        before, mark, comment = line.partition("//")
+        if mark and not before.endswith(":"):  # the slashes of a URL
+            (trailing if before else whole).append((number, comment))
+    yield from _joined(iter(whole))
+    yield from (Prose(number, comment.strip()) for number, comment in trailing)
+
+
+def _without_code(text: str) -> str:
+    text = re.sub(r"`+[^`]*`+", lambda match: PLACEHOLDER + "\n" * match[0].count("\n"), text)
+    return re.sub(r"\]\([^)]*\)", "]", text)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.precompiled_headers import precompile
 
 ROOT = Path(__file__).parent.parent
 ALLOWED_SKIPS = Path(__file__).parent / "allowed_skips.txt"
+KERNELS_BEFORE = pytest.StashKey[int]()
 
 
 def pytest_configure() -> None:
@@ -31,10 +33,29 @@ def _test_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """
     os.environ["EMBFORGE_TUNED_DIR"] = str(tmp_path_factory.mktemp("tuned"))
     os.environ["EMBFORGE_SHIPPED_DIR"] = str(tmp_path_factory.mktemp("shipped"))  # tests say themselves what is tuned
-    chosen = os.environ.get("EMBFORGE_TEST_CACHE_DIR")
-    os.environ["EMBFORGE_CACHE_DIR"] = chosen or str(ROOT / ".pytest_cache" / "embforge")
+    os.environ["EMBFORGE_CACHE_DIR"] = str(_kernel_cache())
     os.environ.pop("EMBFORGE_KERNELS", None)
     os.environ.pop("EMBFORGE_JIT", None)
+    if headers := precompile(ROOT / ".pytest_cache" / "headers"):
+        os.environ["CPATH"] = os.pathsep.join(filter(None, (str(headers), os.environ.get("CPATH"))))
+
+
+def _kernel_cache() -> Path:
+    return Path(os.environ.get("EMBFORGE_TEST_CACHE_DIR") or ROOT / ".pytest_cache" / "embforge")
+
+
+def _kernels() -> int:
+    return sum(1 for _ in (_kernel_cache() / "kernels").glob("*/*/entry.json"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[KERNELS_BEFORE] = _kernels()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What dominates the time of a run, so that a change which adds to it is seen."""
+    before = terminalreporter.config.stash[KERNELS_BEFORE]
+    terminalreporter.write_line(f"{_kernels() - before} kernels compiled into the shared cache, {before} were there")
 
 
 @pytest.fixture

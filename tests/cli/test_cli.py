@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import run, run_json
 
-from embforge.codegen import cache
 from embforge.cli.common import load_spec, params_of, print_json
-from embforge.cli.main import main
+from embforge.codegen import cache
 from embforge.codegen.errors import PlanError
 from embforge.codegen.params import CpuParams, CudaParams
-from embforge.codegen.spec import POOLINGS
+from embforge.codegen.poolings import RESULTS
 from embforge.codegen.spec_schema import json_schema
 from embforge.verify.lookups import VerifyReport, VerifyRow
 
@@ -38,18 +37,6 @@ def tiny(tmp_path: Path) -> str:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     return str(path)
-
-
-def run(*words: str | Path, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
-
-
-def run_json(*words: str | Path, code: int = 0) -> Any:
-    return json.loads(run(*words, "--json", code=code).stdout)
 
 
 COMMANDS = (
@@ -271,7 +258,7 @@ def test_bench_times_us_beside_torch(tiny: str) -> None:
 
 @pytest.mark.parametrize(("others", "shown"), [(0.0, True), (1.5, False)])
 def test_a_disturbed_run_shows_no_ratio(tiny: str, monkeypatch: pytest.MonkeyPatch, others: float, shown: bool) -> None:
-    from embforge.tuner.bench.forward import forward as tuner_bench
+    from embforge.tuner.bench import forward as tuner_bench
     from embforge.tuner.bench.report import BenchReport, Timing
     from embforge.tuner.measure.paired import Ratio
 
@@ -295,7 +282,7 @@ def test_a_disturbed_run_shows_no_ratio(tiny: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuner_bench, "bench_spec", lambda *args, **kwargs: report)
     text = run("bench", tiny).stdout
     assert ("26.61" in text) == shown
-    assert ("do not compare" in text) == (not shown)
+    assert ("cannot be compared" in text) == (not shown)
 
 
 def test_env_names_versions_and_places() -> None:
@@ -303,6 +290,56 @@ def test_env_names_versions_and_places() -> None:
     assert facts["packages"]["torch"] and facts["system"]["isa"] and facts["gpus"]["count"] >= 0
     assert facts["cache"]["directory"] == os.environ["EMBFORGE_CACHE_DIR"]
     assert "packages" in run("env").stdout
+
+
+def unfolded(text: str) -> str:
+    """Printed text without the places where it was wrapped; no line of it may be cut or wider than the screen."""
+    assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
+    return "".join(text.split())
+
+
+def test_nothing_is_lost_on_a_narrow_screen(
+    tiny: str, tmp_path: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("EMBFORGE_KERNELS", f"{tmp_path}/[bold]/{'kernels' * 20}")
+    long = Path(tiny).with_name("long.toml")
+    long.write_text(f'name = "{"collection" * 8}"\n{TINY}')
+    run("gen", long, "--target", "cpu", "--arch", "generic", "--out", tmp_path / "out")
+    (kernel,) = run_json("cache", "ls")["kernels"]
+    told = unfolded(run("cache", "ls").stdout)
+    assert all(text in told for text in (kernel["uri"], kernel["key"], str(fresh_cache)))
+    told = unfolded(run("env").stdout)
+    for section in run_json("env").values():
+        for label, value in section.items():
+            assert label in told and (value is None or "".join(str(value).split()) in told)
+    assert str(fresh_cache) in unfolded(run("cache", "clear").stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("gen", "--target", "cuda", "--out", "out", "--arch", "sm90"), "sm_90"),
+        (("gen", "--target", "cuda", "--out", "out", "--arch", "9.0"), "sm_90"),
+        (("gen", "--target", "simt", "--out", "out", "--arch", "compute_100"), "sm_100"),
+        (("gen", "--target", "cpu", "--out", "out", "--arch", "avx-512"), "avx512"),
+        (("verify", "--on", "simt", "--arch", "SM_80"), "sm_80"),
+        (("tune", "--on", "cuda", "--list", "--arch", "sm75"), "sm_75"),
+        (("tune", "--on", "cuda", "--static", "--arch", "sm75"), "sm_75"),
+        (("plan", "--topology", "labtop"), "laptop"),
+        (("plan", "--topology", "h100"), "h100x8"),
+        (("plan", "--topology", "locl"), "local"),
+        (("plan", "--topology", "clutser.toml"), "cluster.toml"),
+        (("bench", "--against", "torch,fbgem"), "fbgemm"),
+        (("bench", "--train", "adagrab"), "adagrad"),
+    ],
+)
+def test_what_an_option_meant_is_guessed(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], meant: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text("")
+    assert f"(did you mean '{meant}'?)" in " ".join(run(words[0], tiny, *words[1:], code=2).stderr.split())
 
 
 def test_cache_lists_and_clears(tiny: str, tmp_path: Path, fresh_cache: Path) -> None:
@@ -339,7 +376,7 @@ def test_examples_are_what_they_promise() -> None:
     assert [(t.num_embeddings, t.embedding_dim, t.dtype) for t in vocab.tables] == [(128256, 4096, "bf16")]
     assert {t.embedding_dim for t in mixed.tables} == {1, 3, 7, 16, 33, 64, 128, 1000, 4096}
     assert {t.dtype for t in mixed.tables} == {"fp32", "fp16", "bf16", "fp8_e4m3"}
-    assert {f.pooling for f in mixed.features} == set(POOLINGS)
+    assert {f.kind.result for f in mixed.features} == set(RESULTS)
     assert any(f.weighted for f in mixed.features) and any(f.padding_idx is not None for f in mixed.features)
     assert len({f.table for f in mixed.features}) < len(mixed.features)
 
@@ -377,7 +414,7 @@ def test_gen_ignores_the_kernels_it_is_to_replace(tiny: str, tmp_path: Path, mon
 def test_gen_begins_a_damaged_manifest_anew(tiny: str, tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     words = ("gen", tiny, "--target", "cpu", "--arch", "avx2", "--sources-only", "--out", tmp_path)
-    assert "begun anew, because" in run(*words).stderr
+    assert "wrote a new manifest, because" in run(*words).stderr
     assert len(json.loads((tmp_path / "manifest.json").read_text())["kernels"]) == 1
     assert run(*words).stderr == ""
 

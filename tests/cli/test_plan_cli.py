@@ -6,15 +6,16 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+import torch
+from support import commands
 
-from embforge.cli.main import main
-from embforge.codegen.sharding.kinds import ShardPlan
+from embforge.codegen.errors import PlanError
 from embforge.codegen.planner.topology import calibrated_path, load_topology, save_calibrated
+from embforge.codegen.sharding.kinds import ShardPlan
 
 TINY = """
 [[table]]
@@ -50,16 +51,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBFORGE_TUNED_DIR", str(tmp_path / "store"))
 
 
-def run(*words: str | Path, code: int = 0, columns: int = 200) -> Result:
-    result = CliRunner().invoke(main, ["plan", *map(str, words)], env={"COLUMNS": str(columns)})
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
-
-
-def run_json(*words: str | Path, code: int = 0) -> Any:
-    return json.loads(run(*words, "--json", code=code).stdout)
+run, run_json = partial(commands.run, "plan", columns=200), partial(commands.run_json, "plan")
 
 
 def test_help_teaches() -> None:
@@ -71,7 +63,7 @@ def test_help_teaches() -> None:
 @pytest.mark.parametrize("sizes", [[], ["--world-size", "8", "--world-size", "1024"]])
 def test_tables_fit_80_columns(sizes: list[str]) -> None:
     text = run("dlrm", "--topology", "h100x8", *sizes, columns=80).stdout.partition("predicted, not measured")[0]
-    lines = [line for line in text.splitlines() if not line.startswith("memory a rank")]
+    lines = [line for line in text.splitlines() if not line.startswith("memory per rank")]
     assert "…" not in text  # nothing is cut off
     assert max(map(len, lines)) <= 80
     if not sizes:
@@ -85,7 +77,7 @@ def test_a_plan_with_its_reasons_bytes_and_assumptions(tiny: str) -> None:
         "next best",
         "vectors",
         "slowest rank",
-        "memory a rank:",
+        "memory per rank:",
         "imbalance",
         "predicted, not measured",
     ):
@@ -119,14 +111,25 @@ def test_kinds_formats_and_optimizers_change_what_is_expected(tiny: str) -> None
 
 
 def test_several_world_sizes_are_a_table_and_a_picture(tiny: str, tmp_path: Path) -> None:
-    sizes = ("--world-size", "8", "--world-size", "64", "--world-size", "1024")
-    text = run(tiny, "--topology", "h100x8", *sizes, "--plot", tmp_path / "scaling.svg").stdout
+    words = (tiny, "--topology", "h100x8", "--world-size", "8", "--world-size", "64", "--world-size", "1024")
+    text = run(*words, "--plot", tmp_path / "scaling.svg").stdout
     assert "1,024" in text and "by rail" in text
     picture = ElementTree.parse(tmp_path / "scaling.svg").getroot()
-    words = " ".join(element.text or "" for element in picture.iter() if element.tag.endswith("text"))
-    assert "Step, by phase" in words and "1,024" in words and "assumed, not measured" in words
-    bars = [element for element in picture.iter() if element.tag.endswith("rect")]
-    assert all(float(bar.get("height", "0")) >= 0 for bar in bars) and len(bars) > 3 * 11
+    shown = [element.text or "" for element in picture.iter() if element.tag.endswith("text")]
+    assert {"Step, by phase (its slowest rank)", "8", "64", "1,024", "↑ 68 GB may be used"} <= set(shown)
+    assert any("assumed, not measured" in line for line in shown)
+    runs = run_json(*words)["runs"]
+    assert {f"{1e3 * one['seconds']:.3g}" for one in runs} <= set(shown)  # each column tells its sum
+    run(*words, "--plot", tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_drawn_says_why(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (tiny, "--topology", "h100x8", "--plot")
+    failed = run(*words, tmp_path / "scaling.xyz", code=2).stderr
+    assert "scaling.xyz: format 'xyz' is not known; allowed: " in failed and "svg" in failed
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'embforge[plots]'" in run(*words, tmp_path / "scaling.svg", code=3).stderr
 
 
 def test_what_does_not_fit(tiny: str, tmp_path: Path) -> None:
@@ -169,6 +172,18 @@ def test_calibration_measures_real_processes_and_is_used_from_then_on(tiny: str)
     assert read.lookup_bandwidth == pytest.approx(found.lookup_bandwidth) and read.node_link.latency > 0
     assert (read.name, read.ranks_per_node, read.measured) == (found.name, found.ranks_per_node, found.measured)
     assert "numbers are measured" in run(tiny, "--world-size", "2").stdout
+
+
+def test_a_machine_too_busy_to_be_measured_is_not_taken_for_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from embforge.sharded import calibrate
+
+    times = iter([3.0, 3.1, 3.0, 2.0, 1.0, 2.0])  # of a small and of a large exchange, in turn
+    clock = calibrate._Clock(torch.device("cpu"), 4, None)
+    monkeypatch.setattr(clock, "seconds", lambda call: next(times))
+    assert calibrate._links(clock, 2) == {"small": 1.0, "large": 2.0} and clock.repeats == 16
+    found = {"lookup": 1.0, "update": 1.0, "launch": 1.0, "small": 3.0, "large": 2.0}
+    with pytest.raises(PlanError, match=r"of 4194304 bytes \(2 s\).*1024 \(3 s\).*when it is quiet"):
+        calibrate._topology(found, 2, on_gpus=False)
 
 
 def test_planning_loads_no_torch(tiny: str) -> None:

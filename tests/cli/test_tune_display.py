@@ -20,10 +20,10 @@ from embforge.cli.display.tune_progress import Status, display
 from embforge.cli.display.tune_result import broken, places_of, print_result, storage_url
 from embforge.codegen.params import CpuParams
 from embforge.codegen.tuned.record import Hardware
-from embforge.tuner.study.decision import DEFAULT, DUPLICATES, LEADER
 from embforge.tuner.judge.outcome import FAILURES, LaunchFailed, Outcome, Paired, Timed
-from embforge.tuner.study.race import Racing
 from embforge.tuner.report.data import Report, Trial, finals_of
+from embforge.tuner.study.decision import DEFAULT, DUPLICATES, LEADER
+from embforge.tuner.study.race import Racing
 from embforge.tuner.study.study import Best, Building, Screened, Screening, Started
 
 WORKLOAD = "zipf:1.05,len=geo:20,batch=2048"
@@ -67,7 +67,7 @@ def shown(events: list[Any], status: Status | None = None, **options: Any) -> st
 def test_without_a_terminal_news_are_lines_and_the_rest_is_silent() -> None:
     lines = [line.partition("  ")[2] for line in shown(RUN).splitlines()]
     assert lines == [
-        "study forward-x: 1,234 points, 2 trials are there already",
+        "study forward-x: 1,234 points, 2 trials finished already",
         "trial 0: 1.000× (the default), best so far",
         "trial 1: 2.000× (prefetch_bytes=4096), best so far",
         f"trial 2: launch-failed (threads=1): SIGSEGV {MARKUP}",

@@ -7,15 +7,15 @@ import json
 import re
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from support import commands
 
-from embforge.cli.main import main
 from embforge.codegen.errors import KernelBugError
 from embforge.device import facts_of
 from embforge.verify.lookups import VerifyReport, VerifyRow
@@ -43,16 +43,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "tiny.toml"
 
 
-def run(*words: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ["verify", *words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
-
-
-def run_json(*words: str, code: int = 0) -> Any:
-    return json.loads(run(*words, "--json", code=code).stdout)
+run, run_json = partial(commands.run, "verify"), partial(commands.run_json, "verify")
 
 
 def test_on_simt_with_counters(tiny: str) -> None:
@@ -65,10 +56,10 @@ def test_on_simt_with_counters(tiny: str) -> None:
     assert (kernel["name"], everything["name"], kernel["outputs"]) == ("forward", "all", 16)
     assert kernel["loads"]["rows"]["bytes"] == 48 * 32 and kernel["whole_sector_rows_efficiency"] == 1.0
     text = run(*words).stdout
-    for expected in ("2 plans for sm_90 on simt", "Counted: zipf:1.05", "0.00 MB", "100.0%", "barriers", "atomics"):
+    for expected in ("2 plans for sm_90 on simt", "Counted: zipf:1.05", " kB", "100.0%", "barriers", "atomics"):
         assert expected in text
     for what in ("load", "store"):
-        for line in (f"global {what} bytes asked", f"global {what} sectors", f"global {what} efficiency"):
+        for line in (f"global {what} bytes requested", f"global {what} sectors", f"global {what} efficiency"):
             assert line in text
         assert f"mean active lanes, {what}s" in text
     assert "shared loads" in text and "shared bytes loaded" in text
@@ -96,7 +87,7 @@ def test_another_arch_and_a_report_on_request(tiny: str) -> None:
         (("--on", "cuda", "--counters"), "--counters works with --on simt only"),
         (("--on", "simt", "--arch", "sm_42"), "arch='sm_42' is not known"),
         (("--on", "simt", "--quick", "--counters", "--workload", "sometimes"), "ids='sometimes' is not known"),
-        (("--on", "simt", "--workload", "uniform,batch=8"), "--workload says what --counters counts"),
+        (("--on", "simt", "--workload", "uniform,batch=8"), "--workload names the batch that --counters counts"),
         (("--report", "nowhere/report.json"), "no file can be written to directory nowhere (No such file"),
     ],
 )
@@ -113,7 +104,7 @@ def test_a_directory_that_takes_no_file_is_found_before_the_run(
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     monkeypatch.setattr("embforge.verify.lookups.verify", None)
-    assert "directory . (Read-only file system); give a file elsewhere" in run(tiny, *words, code=2).stderr
+    assert "directory . (Read-only file system); name a file elsewhere" in run(tiny, *words, code=2).stderr
 
 
 # ---- Counting comes after the verdict
@@ -131,7 +122,9 @@ def a_simt(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
         assert json.loads(Path("simt.json").read_text())["passed"], "the verdict is not written yet"
         raise KernelBugError(FAILED.detail)
 
-    monkeypatch.setattr("embforge.verify.lookups.verify", lambda spec, **more: VerifyReport("simt", "sm_90", 2, 0, tuple(rows)))
+    monkeypatch.setattr(
+        "embforge.verify.lookups.verify", lambda spec, **more: VerifyReport("simt", "sm_90", 2, 0, tuple(rows))
+    )
     monkeypatch.setattr("embforge.cli.display.counters.count_spec", count)
     return rows
 

@@ -128,7 +128,7 @@ def test_unwritable_home_falls_back_to_a_private_directory(tmp_path: Path, monke
         cache.cache_dir()
     private.rmdir()
     private.symlink_to(tmp_path)
-    with pytest.raises(CacheError, match="no directory"):
+    with pytest.raises(CacheError, match="not a directory"):
         cache.cache_dir()
 
 

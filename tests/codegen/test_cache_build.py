@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 
-from embforge.codegen import build as build_module
-from embforge.codegen.build import Built, build, build_many, jit_allowed
 from embforge.cli.common import params_of
 from embforge.cli.gen import emit
+from embforge.cli.main import main
+from embforge.codegen import build as build_module
+from embforge.codegen.build import Built, build, build_many, jit_allowed
 from embforge.codegen.errors import CompileError, MissingKernelError, ToolchainError
 from embforge.codegen.machine import find_compiler
 from embforge.codegen.manifest import gen_command
-from embforge.codegen.params import CpuParams, CudaParams
+from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaBackwardParams, CudaParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.plans import training_plans, update_named
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets import Source, Target
+from embforge.codegen.targets import Source, Toolchain
 from embforge.launch.building import build_here
 
 
@@ -45,17 +47,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def figures(plan: Plan, binary: bytes) -> list[dict[str, Any]]:
         return [{"symbol": plan.uri, "registers": len(done), "occupancy": 0.5}]
 
-    fake = Target(
-        name="cpu",
-        sources={"forward": Source("cpu/forward/forward.cpp.j2", lambda plan: {})},
-        source_suffix=".cpp",
-        binary_suffix=".so",
+    fake = Toolchain(
+        sources={"forward": Source("cpu/forward/forward.cpp.j2", Plan, lambda plan: {})},
         compile=compile_,
         fingerprint=lambda plan: {"compiler": "fake 1.0"},
         resources=figures,
     )
-    monkeypatch.setattr(build_module, "target_named", lambda name: fake)
-    monkeypatch.setattr("embforge.codegen.targets.target_named", lambda name: fake)
+    monkeypatch.setattr(build_module, "toolchain_of", lambda name: fake)
     monkeypatch.setattr(build_module, "render", lambda template, facts: "one source for all plans")
     return done
 
@@ -84,9 +82,8 @@ def test_a_compilation_is_said_on_stderr_once_and_on_request_not_at_all(
 
 def test_fingerprint_decides_the_key(fresh_cache: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     before = build(plan_of())
-    target = build_module.target_named("cpu")
-    newer = Target(**{**vars(target), "fingerprint": lambda plan: {"compiler": "fake 2.0"}})
-    monkeypatch.setattr(build_module, "target_named", lambda name: newer)
+    newer = replace(build_module.toolchain_of("cpu"), fingerprint=lambda plan: {"compiler": "fake 2.0"})
+    monkeypatch.setattr(build_module, "toolchain_of", lambda name: newer)
     after = build(plan_of())
     assert not after.cached and after.binary != before.binary
 
@@ -150,11 +147,81 @@ def test_the_command_named_makes_the_very_plan(tmp_path: Path) -> None:
     plan = replace(
         plan_of(), target="cuda", arch="sm_90", id_dtype="int32", params=CudaParams(pipeline=(8, 2), block=128)
     )
-    command = gen_command(plan, tmp_path / "a b")
+    command = gen_command([plan], tmp_path / "a b")
     wanted = "--target cuda --arch sm_90 --ids int32 --param block=128 --param pipeline=8,2 --out "
     assert command == f"embforge gen SPEC {wanted}'{tmp_path / 'a b'}'"
     overrides = [word for word in command.split() if "=" in word]
     assert params_of("cuda", overrides) == plan.params
+
+
+def commands_for(forward: Any, backward: Any, *rules: str, accumulate: bool = False) -> list[str]:
+    """What `gen` would be told by the command for a module trained by these rules."""
+    target = "cuda" if isinstance(forward, CudaParams) else "cpu"
+    arch, spec, plans = "sm_90" if target == "cuda" else "generic", plan_of().spec, []
+    for rule in rules:
+        update = update_named(rule)
+        made = training_plans(spec, target, arch, "int32", forward, backward, update, accumulate)
+        plans += made.values()
+    return gen_command(plans, None).split(" && ")
+
+
+def test_one_command_makes_all_kernels_of_a_module() -> None:
+    given = CpuParams(rows_unrolled=2), CpuBackwardParams(radix_bits=8)
+    (command,) = commands_for(*given, "adam+decoupled", "sgd", accumulate=True)
+    assert command == (
+        "embforge gen SPEC --target cpu --arch generic --ids int32 --train adam+decoupled --train sgd --accumulate "
+        "--param rows_unrolled=2 --param radix_bits=8 --out DIR"
+    )
+    (command,) = commands_for(CpuParams(), CpuBackwardParams(), "none")
+    assert command == "embforge gen SPEC --target cpu --arch generic --ids int32 --train none --out DIR"
+    (command,) = commands_for(CudaParams(block=128), CudaBackwardParams(block=128), "sgd")
+    assert command.count("--param") == 1
+
+
+def test_two_commands_where_one_would_set_a_field_for_both() -> None:
+    first, second = commands_for(CudaParams(block=512), CudaBackwardParams(), "sgd")
+    assert "--train sgd --param block=512 --out" in first and "--train sgd --out" in second
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_without_jit_a_training_module_names_all_that_is_missing(
+    fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: bool
+) -> None:
+    """And the command that it names makes them all: the next call needs no compiler."""
+    import torch
+
+    import embforge as ef
+
+    table, path = TableSpec("t", 10, 4), tmp_path / "tiny.toml"
+    spec = CollectionSpec((table, replace(table, name="u")), (FeatureSpec("f", "t"), FeatureSpec("g", "u", "max")))
+    path.write_text(spec.to_toml())
+    optimizer = {"t": ef.optim.Adam(), "u": ef.optim.SGD()}
+    monkeypatch.setenv("EMBFORGE_JIT", "0")
+
+    def step(kernels: Path | None = None) -> ef.EmbeddingCollection:
+        module = ef.EmbeddingCollection(spec, optimizer=optimizer, accumulate=accumulate, kernels=kernels)
+        values, offsets = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+        module(values, offsets).sum().backward()
+        module.step()
+        return module
+
+    with pytest.raises(MissingKernelError, match="and EMBFORGE_JIT=0 forbids compiling them") as raised:
+        step()
+    needed = ef.EmbeddingCollection(spec, optimizer=optimizer, accumulate=accumulate).plans().values()
+    ops = ["forward", "forward_train", "backward_adam", "backward_sgd"] + ["reduce"] * accumulate
+    uris = str(raised.value).split(" are not in ")[0].removeprefix("kernels ").split(", ")
+    assert sorted(uris) == sorted({plan.uri for plan in needed}) and uris[0].startswith("forward_")
+    assert all(any(uri.startswith(f"{op}_cpu_") for uri in uris) for op in ops)
+    (command,) = re.findall(r"`embforge (gen .*)`", str(raised.value))
+    words = command.replace("SPEC", str(path)).replace("DIR", str(tmp_path / "kernels")).split()
+    assert "--train adam --train sgd" in command and ("--accumulate" in words) == accumulate
+    main(words, standalone_mode=False)
+    build_module.cache.clear()
+    step(tmp_path / "kernels")
+    other = ef.EmbeddingCollection(plan_of().spec, optimizer=ef.optim.RowwiseAdagrad())
+    both = r"^kernels forward_\S+, backward_rowwise_adagrad_\S+ are not in"
+    with pytest.raises(MissingKernelError, match=both), torch.no_grad():  # with an optimizer it is going to train
+        other(torch.tensor([1, 2]), torch.tensor([0, 2]))
 
 
 def test_explain_says_that_a_kernel_is_missing(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +251,8 @@ def test_without_jit_and_compiler_the_answer_is_the_same(
     def no_compiler(plan: Plan) -> dict[str, str]:
         raise ToolchainError("no C++ compiler")
 
-    target = Target(**{**vars(build_module.target_named("cpu")), "fingerprint": no_compiler})
-    monkeypatch.setattr(build_module, "target_named", lambda name: target)
+    toolchain = replace(build_module.toolchain_of("cpu"), fingerprint=no_compiler)
+    monkeypatch.setattr(build_module, "toolchain_of", lambda name: toolchain)
     monkeypatch.setenv("EMBFORGE_JIT", "0")
     with pytest.raises(MissingKernelError, match=plan_of().uri):
         build(plan_of())

@@ -13,15 +13,15 @@ from click.testing import CliRunner
 from conformance.training import WITH_ROWS, draw
 
 import embforge as ef
-from embforge.codegen.build import build, code_of, source_of
 from embforge.cli.common import load_spec
 from embforge.cli.main import main
+from embforge.codegen.build import build, code_of, source_of
 from embforge.codegen.manifest import find_kernel, kernel_record, write_manifest
 from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
+from embforge.codegen.plans import training_plans, update_named
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
-from embforge.codegen.plans import training_plans, update_named
 
 
 def renamed(spec: CollectionSpec) -> CollectionSpec:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from embforge.cli.common import plans_for, training_plans_for
 from embforge.codegen.build import code_of, source_of
 from embforge.codegen.cache import sha256_of
-from embforge.cli.common import plans_for, training_plans_for
 from embforge.codegen.manifest import kernel_record
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets import target_named
+from embforge.codegen.target import target_named
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SPECS = ("dlrm", "llm_vocab", "mixed")
 KERNELS = (("cuda", "sm_90"), ("cuda", "sm_100"), ("cpu", "avx512"), ("cpu", "avx2"), ("cpu", "neon"))
 TRAINED = {"dlrm": "rowwise_adagrad", "llm_vocab": "adam", "mixed": "sgd+l2"}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.selections import SELECTIONS
 from support.strategies import examples, specs
 
-from embforge.codegen.buckets import POOLING_CLASS, buckets_of
+from embforge.codegen.buckets import buckets_of
 from embforge.codegen.dtypes import DTYPES, TABLE_DTYPES
 from embforge.codegen.layout import largest_power_of_two, layout_of
-from embforge.codegen.spec import MAX_DIM, POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.poolings import POOLINGS
+from embforge.codegen.spec import MAX_DIM, CollectionSpec, FeatureSpec, TableSpec
 
 
 def of_table(dim: int, dtype: str = "fp32") -> tuple[int, int, int]:
@@ -37,6 +39,7 @@ def of_table(dim: int, dtype: str = "fp32") -> tuple[int, int, int]:
         (1, "fp8_e4m3", (1, 1, 1)),
         (3, "fp8_e4m3", (3, 3, 1)),
         (15, "fp8_e4m3", (15, 16, 16)),
+        (15, "fp8_e5m2", (15, 16, 16)),
     ],
 )
 def test_row_strides(dim: int, dtype: str, expected: tuple[int, int, int]) -> None:
@@ -88,16 +91,16 @@ def test_every_feature_is_in_one_bucket_with_its_like(spec: CollectionSpec) -> N
                 table.table.dtype,
                 table.stride_bytes,
             )
-            assert bucket.pooling == POOLING_CLASS[placed.feature.pooling]
+            assert bucket.pooling == placed.feature.kind.undivided
             assert bucket.weighted == placed.feature.weighted
 
 
 def test_sum_mean_and_sqrtn_share_a_bucket() -> None:
     features = [FeatureSpec(p, "t", p, hotness=2) for p in POOLINGS]
     buckets = buckets_of(layout_of(CollectionSpec([TableSpec("t", 5, 8)], features)))
-    assert {b.pooling: [f.feature.name for f in b.features] for b in buckets} == {
+    assert {b.pooling.name: [f.feature.name for f in b.features] for b in buckets} == {
         "sum": ["sum", "mean", "sqrtn"],
-        "max": ["max"],
+        **{name: [name] for name in SELECTIONS},
         "concat": ["concat"],
         "none": ["none"],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,25 @@ from embforge.codegen.errors import SpecError
 from embforge.codegen.spec import NAME_RULE, CollectionSpec
 from embforge.codegen.spec_schema import json_schema
 
-PAGE = (Path(__file__).parents[1] / "docs" / "specs.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "specs.md").read_text(encoding="utf-8")
 (TOML,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+HEAD = ["| field | meaning | default | allowed |", "|---|---|---|---|"]
 
 
-def table_of(fields: dict[str, dict[str, Any]], required: list[str]) -> str:
-    """The fields of a schema as the page shows them."""
-    lines = ["| field | meaning | default | allowed |", "|---|---|---|---|"]
+def rows_of(fields: dict[str, dict[str, Any]], required: list[str]) -> list[str]:
+    """The fields of a schema as rows of the page."""
+    lines = []
     for name, field in fields.items():
         default = "needed" if name in required else _code(field.get("default"))
         lines.append(f"| `{name}` | {' '.join(field['description'].split())} | {default} | {allowed(name, field)} |")
-    return "\n".join(lines)
+    return lines
+
+
+def shown_tables() -> list[list[str]]:
+    """The rows of each of the page's tables of fields."""
+    lines = PAGE.splitlines()
+    heads = [number for number in range(len(lines)) if lines[number : number + 2] == HEAD]
+    return [list(takewhile(lambda line: line.startswith("|"), lines[number + 2 :])) for number in heads]
 
 
 def _code(default: Any) -> str:
@@ -46,18 +55,21 @@ def allowed(name: str, field: dict[str, Any]) -> str:
 
 def test_its_tables_are_the_schema() -> None:
     schema = json_schema()
-    top = {name: schema["properties"][name] for name in ("name", "output_dtype")}
-    assert table_of(top, []) in PAGE
+    wanted = [rows_of({name: schema["properties"][name] for name in ("name", "output_dtype")}, [])]
     for kind in ("table", "feature"):
         entry = schema["properties"][kind]["items"]
-        assert table_of(entry["properties"], entry["required"]) in PAGE
+        wanted.append(rows_of(entry["properties"], entry["required"]))
+    for number, (want, have) in enumerate(zip(wanted, shown_tables(), strict=True), 1):
+        for row, shown in zip_longest(want, have, fillvalue="no such row"):
+            if row != shown:
+                pytest.fail(f"docs/specs.md, table {number} of fields, has\n{shown}\nand needs\n{row}", pytrace=False)
 
 
 def test_its_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("shop.toml").write_text(TOML, encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 1
+    assert len(blocks) == 2
     for block in blocks:
         exec(compile(block, "specs.md", "exec"), {})
 

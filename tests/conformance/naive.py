@@ -14,6 +14,10 @@ from torch import Tensor
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
 
 Row = np.ndarray
+STAYS = {"max": np.greater_equal, "min": np.less_equal}
+"""For each selection: whether a number stays before a later one."""
+DIVIDED = {"sum": False, "mean": True, "sqrtn": True}
+"""For each sum: whether it is divided."""
 
 
 def lookup(
@@ -56,16 +60,17 @@ def _bag(feature: FeatureSpec, rows: np.ndarray, ids: list[int], weights: list[n
     kept = [0 <= i < len(rows) and i != feature.padding_idx for i in ids]
     if not any(kept):
         return zero
-    if feature.pooling == "max":
-        best = np.full_like(zero, -np.inf)
-        for i, keep in zip(ids, kept, strict=True):
-            if keep:
-                best = np.where((best >= rows[i]) | np.isnan(best), best, rows[i])
+    if feature.pooling in STAYS:
+        best, *later = [rows[i] for i, keep in zip(ids, kept, strict=True) if keep]
+        for row in later:
+            best = np.where(STAYS[feature.pooling](best, row) | np.isnan(best), best, row)
         return best
+    if feature.pooling not in DIVIDED:
+        raise ValueError(f"what pooling {feature.pooling!r} means is not said here yet")
     items = [rows[i] * w if keep else None for i, w, keep in zip(ids, weights, kept, strict=True)]
     total = _sum(items, zero)
     present = [w if keep else None for w, keep in zip(weights, kept, strict=True)]
-    if feature.pooling == "sum":
+    if not DIVIDED[feature.pooling]:
         return total
     one = np.zeros((), dtype=np.float32)
     if feature.weighted:
@@ -96,6 +101,8 @@ def decode(table: Tensor) -> np.ndarray:
         return bits.view(np.float32)
     if table.dtype == torch.float8_e4m3fn:
         return _FP8[table.view(torch.uint8).numpy()]
+    if table.dtype == torch.float8_e5m2:  # the upper half of fp16
+        return (table.view(torch.uint8).numpy().astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     return table.numpy().astype(np.float32)
 
 

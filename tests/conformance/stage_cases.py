@@ -15,19 +15,23 @@ from torch import Tensor
 from embforge.backends import arch_of
 from embforge.codegen import stages as words
 from embforge.codegen.dtypes import DTYPES
-from embforge.codegen.stages import ABSENT, ACTIONS, DIVIDES, StagePlan
-from embforge.launch.stages import Stages, stages_of
+from embforge.codegen.poolings import POOLINGS, SELECTING
+from embforge.codegen.stages import ABSENT, ACTIONS, StagePlan
+from embforge.launch.stage_calls import Stages
+from embforge.launch.stages import stages_of
 
 USUAL = ("int64", "int32", "fp32", "fp32", "fp32")
 NARROW = ("int32", "int64", "bf16", "fp16", "bf16")
+SELECTIONS = tuple(combiner.name for combiner in SELECTING.values())
+"""One library for all pieces that tests draw."""
 FILLER = 77
 """What results hold before a stage runs, so that a word too much or too few shows."""
 
 
-def loaded(backend: str, formats: Sequence[str]) -> Stages:
+def loaded(backend: str, formats: Sequence[str], selecting: tuple[str, ...] = SELECTIONS) -> Stages:
     """A backend's stages for these formats of ids, wire ids, partial pools, gradients and results."""
     arch = "any" if backend == "reference" else arch_of(backend, device_of(backend))
-    return stages_of(StagePlan(backend, arch, *formats))
+    return stages_of(StagePlan(backend, arch, *formats, selecting))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -55,7 +59,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature; `pooling`: sum, mean, sqrtn, none or concat. Without a split its ids are looked at and go nowhere."""
+    """A feature. Without a split its ids are looked at and go nowhere."""
 
     rows: int
     pooling: str = "sum"
@@ -68,7 +72,7 @@ class Feature:
 
     @property
     def sequence(self) -> bool:
-        return self.pooling in ("none", "concat")
+        return not POOLINGS[self.pooling].pooled
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def bucketed(case: Case, formats: Sequence[str], device: torch.device | str = "c
     sequence: dict[int, int] = {}
     divisor_width = length_rows = 0
     for index, feature in enumerate(case.features):
-        divides = DIVIDES.get(feature.pooling, 0)
+        divides = int(POOLINGS[feature.pooling].divisor or 0)
         known = (feature.rows, feature.padding, feature.base, divides, divisor_width, feature.hotness)
         feature_rows.append([*known, int(feature.weighted), feature.absent])
         divisor_width += bool(divides)
@@ -365,9 +369,9 @@ def network(seed: int, batch: int, pieces: Sequence[Piece], gap: int, formats: S
             size = batch * (piece.width + 2 * gap)
             block, own_block = block + (0 if own else size), own_block + (size if own else 0)
         column += piece.width
-        winner += piece.width if piece.action == "max" else 0
+        winner += piece.width if ACTIONS[piece.action] in SELECTING else 0
         divisor += piece.action == "divide"
-    numbers = torch.randn(block + 1, generator=generator).mul(8).round().div(4)  # so that maxima have ties
+    numbers = torch.randn(block + 1, generator=generator).mul(8).round().div(4)  # so that selections have ties
     numbers[::7] = torch.randn(numbers[::7].shape, generator=generator)
     owned = torch.randn(own_block + 1, generator=generator).mul(8).round().div(4)
     divisors = torch.randint(0, 5, (batch, divisor), generator=generator).float().sqrt()

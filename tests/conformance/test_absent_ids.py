@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -12,17 +13,19 @@ from conformance.training import differing, snapshot
 from torch import Tensor
 
 from embforge import optim
-from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.poolings import POOLINGS
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 
 ROWS = 9
-PADDING = {"sum": -1, "mean": ROWS, "sqrtn": -1, "max": 2**40, "concat": -7, "none": -1}
+PADDING = (-1, ROWS, -1, 2**40, -7)
+"""Ids that are no rows."""
 SPEC = CollectionSpec(
     [TableSpec("t", ROWS, 8)],
     [
         *(
-            FeatureSpec(pooling, "t", pooling, pooling in ("mean", "none"), 4, PADDING[pooling])  # type: ignore[arg-type]
-            for pooling in POOLINGS
+            FeatureSpec(kind.name, "t", kind.name, kind.name in ("mean", "none"), 4, padding)
+            for kind, padding in zip(POOLINGS.values(), cycle(PADDING), strict=False)
         ),
         FeatureSpec("plain", "t"),
         FeatureSpec("row", "t", padding_idx=2),
@@ -85,6 +88,6 @@ def test_other_ids_that_are_no_rows_are_mistakes(backend: str) -> None:
 def test_a_feature_without_padding_has_no_absent_id() -> None:
     module = made(SPEC, "cpu", "error")
     values, offsets, weights = batch_of("cpu")
-    values[offsets[6 * BATCH]] = -1  # as other features may have it
+    values[offsets[len(POOLINGS) * BATCH]] = -1  # as other features may have it
     with pytest.raises(IndexError, match="feature 'plain': id -1"):
         module.forward_dict(values, offsets, weights)

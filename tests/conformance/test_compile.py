@@ -10,11 +10,11 @@ import torch
 from conformance.backends import collection, device_of, every_backend, refusal
 from torch import Tensor, nn
 
-from embforge.operators import lookup as ops
-from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.launch.kernels import Program
+from embforge.operators import lookup as ops
+from embforge.verify.cases import Case, draw_batch
 
 SPEC = CollectionSpec(
     [TableSpec("a", 100, 7), TableSpec("b", 50, 16, "bf16")],

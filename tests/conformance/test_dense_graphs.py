@@ -157,7 +157,7 @@ def _check(module: EmbeddingCollection, backend: Any, weighted: bool, checks: tu
     """Both operators, of a spec with all kinds of results."""
     values, offsets, weights = draw(backend, spec=module.spec)
     weights = weights if weighted else None
-    programs: Programs = module._programs[torch.int64]
+    programs: Programs = module.programs[torch.int64]
     tables, rows = list(module.parameters()), [int(offsets[24] - offsets[18])]
     texts = (programs.train, programs.reduce, programs.weight_gradient)
     arguments = (values, offsets, weights, tables, rows, *texts, "error")

@@ -36,11 +36,14 @@ def test_a_table_that_lies_otherwise_is_refused(other: Tensor) -> None:
         torch.func.functional_call(module, {"tables.t.weight": other}, (VALUES, OFFSETS))
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("backend", ["cpu", "simt"])
-def test_fewer_rows_at_the_same_address_are_noticed(backend: Any) -> None:
+def test_fewer_rows_at_the_same_address_are_noticed(backend: Any, trains: bool) -> None:
+    """Whatever the call before has left for the next: lookups alone and those that train keep different things."""
     module = collection(SPEC, backend)
-    call(module)
-    few = {"tables.t.weight": module.weight("t").detach()[:10]}
+    with torch.set_grad_enabled(trains):
+        call(module)
+    few = {"tables.t.weight": module.weight("t").detach()[:10].requires_grad_(trains)}
     with pytest.raises(ValueError, match=r"table 't': .* its kernel needs"):
         torch.func.functional_call(module, few, (VALUES, OFFSETS))
 
@@ -73,7 +76,7 @@ def operator_arguments(**changed: Any) -> list[Any]:
         "weights": None,
         "tables": [module.weight("t")],
         "rows": [],
-        "program": module._programs[torch.int64].forward,
+        "program": module.programs[torch.int64].forward,
         "bounds_check": "error",
     }
     return list((given | changed).values())
@@ -104,8 +107,9 @@ def test_a_default_device_elsewhere_does_no_harm() -> None:
         assert module(VALUES, OFFSETS).device.type == "cpu"
 
 
-def test_big_fp8_tables_are_not_born_zero() -> None:
-    module = EmbeddingCollection(CollectionSpec([TableSpec("t", 1 << 21, 2, "fp8_e4m3")], [FeatureSpec("f", "t")]))
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_big_fp8_tables_are_not_born_zero(dtype: Any) -> None:
+    module = EmbeddingCollection(CollectionSpec([TableSpec("t", 1 << 21, 2, dtype)], [FeatureSpec("f", "t")]))
     assert module.weight("t").float().count_nonzero() > 1 << 21
 
 

@@ -12,11 +12,13 @@ import torch
 from conformance.backends import collection, device_of, every_backend
 from torch import Tensor, nn
 
-from embforge.verify.cases import Case, draw_batch
+from embforge.codegen.dtypes import TABLE_DTYPES
 from embforge.codegen.errors import SpecError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.jagged import Jagged
+from embforge.number_formats import torch_dtype
+from embforge.verify.cases import Case, draw_batch
 
 POOLED = CollectionSpec(
     [TableSpec("a", 100, 7), TableSpec("b", 50, 16, "bf16"), TableSpec("c", 30, 33, "fp8_e4m3")],
@@ -114,6 +116,19 @@ def test_pickle(backend: Any) -> None:
     loaded = pickle.loads(pickle.dumps(module))
     assert same_everywhere(module, loaded)
     assert loaded.weight("a").stride() == module.weight("a").stride()
+
+
+def test_tables_of_every_format_are_saved_and_copied() -> None:
+    tables = [TableSpec(f"t_{dtype}", 20, 9, dtype) for dtype in TABLE_DTYPES]  # type: ignore[arg-type]
+    module = collection(CollectionSpec(tables, [FeatureSpec(f"f_{t.name}", t.name) for t in tables]), "reference")
+    stream = io.BytesIO()
+    torch.save(module.state_dict(), stream)
+    stream.seek(0)
+    other = collection(module.spec, "reference")
+    assert not same_everywhere(module, other)
+    other.load_state_dict(torch.load(stream))
+    assert same_everywhere(module, other) and same_everywhere(module, copy.deepcopy(module))
+    assert [other.weight(t.name).dtype for t in tables] == [torch_dtype(t.dtype) for t in tables]
 
 
 @every_backend

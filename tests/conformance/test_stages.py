@@ -9,13 +9,28 @@ import pytest
 import torch
 from conformance import stage_cases as made
 from conformance.backends import BACKENDS, device_of
-from conformance.stage_cases import NARROW, USUAL, Bucketed, Case, Feature, Piece, Split, bits, loaded, torch_dtype
+from conformance.stage_cases import (
+    NARROW,
+    SELECTIONS,
+    USUAL,
+    Bucketed,
+    Case,
+    Feature,
+    Piece,
+    Split,
+    bits,
+    loaded,
+    torch_dtype,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import examples
 from torch import Tensor
 
-from embforge.codegen.stages import MISTAKES, PACKINGS
+from embforge.codegen.dtypes import WIRE
+from embforge.codegen.poolings import SELECTING
+from embforge.codegen.stages import ACTIONS, BOUNDS, MISTAKES, PACKINGS
+from embforge.inputs import BOUNDS_CHECKS
 
 TESTED = [backend for backend in BACKENDS if backend != "reference"]
 every_backend = pytest.mark.parametrize("backend", TESTED)
@@ -249,9 +264,7 @@ def test_regroup_of_many_samples(backend: str) -> None:
     check(backend, USUAL, "regroup", made.segments(0, [(False, lengths), (True, lengths)], True, USUAL))
 
 
-pieces = st.builds(
-    Piece, st.sampled_from([1, 3, 4, 8, 17, 40]), st.sampled_from(["sum", "divide", "max"]), st.integers(1, 4)
-)
+pieces = st.builds(Piece, st.sampled_from([1, 3, 4, 8, 17, 40]), st.sampled_from(list(ACTIONS)), st.integers(1, 4))
 
 
 @every_backend
@@ -293,12 +306,28 @@ def test_partial_pools_to_results_and_back(
 
 
 @every_backend
-def test_maxima_of_numbers_that_are_none(backend: str) -> None:
-    arguments = made.network(3, 6, [Piece(5, "max", 4), Piece(4, "sum", 1)], 0, USUAL)
+def test_selections_of_numbers_that_are_none(backend: str) -> None:
+    pieces = [Piece(5, combiner.name, 4) for combiner in SELECTING.values()]
+    arguments = made.network(3, 6, [*pieces, Piece(4, "sum", 1)], 0, USUAL)
     arguments["partials"][::3] = torch.nan
-    arguments["partials"][1::3] = -torch.inf
-    more = {"pooled": torch.zeros(6, 9), "winners": torch.zeros(6, 5, dtype=torch.int32)}
+    arguments["partials"][1::6], arguments["partials"][4::6] = -torch.inf, torch.inf
+    width = 5 * len(pieces)
+    more = {"pooled": torch.zeros(6, width + 4), "winners": torch.zeros(6, width, dtype=torch.int32)}
     check(backend, USUAL, "network_forward", arguments | more)
+
+
+@every_backend
+def test_a_library_of_one_selection(backend: str) -> None:
+    """Checked with the last selection, because programs that select nothing have the first."""
+    *_, last = SELECTIONS
+    arguments = made.network(3, 6, [Piece(5, last, 4), Piece(4, "sum", 2)], 0, USUAL)
+    results = {"pooled": torch.zeros(6, 9), "winners": torch.zeros(6, 5, dtype=torch.int32)}
+    want = run("reference", USUAL, "network_forward", arguments | results)
+    own = {k: v.clone().to(device_of(backend)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    have = {name: torch.zeros_like(want[name], device=device_of(backend)) for name in ("pooled", "winners")}
+    loaded(backend, USUAL, (last,)).run("network_forward", **own, **have)
+    for name, result in have.items():
+        assert torch.equal(bits(want[name]), bits(result)), name
 
 
 @every_backend
@@ -345,3 +374,19 @@ def test_packed_ties_and_scales_that_are_too_coarse(backend: str, packing: str, 
     assert packed[:, :4].contiguous().view(torch.float32).flatten().tolist() == [1.0, 1.0, 2.0**-149]
     back = check(backend, USUAL, "unpack", arguments | {"bytes": packed, "numbers": torch.zeros(3, 8)})["numbers"]
     assert back[0, :1].tolist() == [largest] and back[0, 7] == 0
+
+
+@every_backend
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_byte_is_unpacked(backend: str, packing: str) -> None:
+    row = torch.cat([torch.tensor([0.5]).view(torch.uint8), torch.arange(256, dtype=torch.int32).to(torch.uint8)])
+    sizes = {"num_parts": 1, "rows": 1, "width": 256, "row_bytes": 260, "packing": PACKINGS[packing]}
+    arguments = {"parts": torch.tensor([[0, 256, 0]]), "bytes": row[None], "numbers": torch.zeros(1, 256), **sizes}
+    found = check(backend, USUAL, "unpack", arguments)["numbers"][0]
+    wanted = row[4:].view(torch_dtype(WIRE[packing].name)).float() / 2
+    assert torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0))
+    assert torch.equal(found.isnan(), wanted.isnan())
+
+
+def test_stages_number_bounds_checks_as_modules_do() -> None:
+    assert BOUNDS == BOUNDS_CHECKS

@@ -13,6 +13,7 @@ import torch
 from conformance.backends import device_of
 from conformance.training import (
     ONE,
+    WITH_ROWS,
     differing,
     draw,
     nothing_changes,
@@ -58,7 +59,7 @@ def test_a_table_is_frozen_as_torch_does_it() -> None:
     module.tables.requires_grad_(False)
     assert not module(*draw()).requires_grad
     module.tables.requires_grad_()
-    assert module._tables()["a"].trainable and module._tables()["b"].trainable
+    assert module.named_tables()["a"].trainable and module.named_tables()["b"].trainable
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -239,6 +240,35 @@ def test_every_incoming_gradient_counts(accumulate: bool) -> None:
         module.step()
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_incoming_gradients_of_rows_one_by_one_count(accumulate: bool) -> None:
+    """They count for a frozen table too, although they are not added up there."""
+    module = trained(spec=WITH_ROWS, accumulate=accumulate)
+    module.freeze("a")
+    module.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=2.0))
+    results = module.forward_dict(*draw(spec=WITH_ROWS))
+    with nothing_changes(module):
+        (results["y"].sum() + results["s"].sum() * torch.inf).backward()
+        assert verdict(module) == torch.inf
+        module.step()
+
+
+def test_clipping_forgets_no_pass_that_was_not_finite() -> None:
+    """The pass is that of a frozen table, whose gradients are not among those that are clipped."""
+    module = trained(accumulate=True, **sgd())
+    module.freeze("b")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    module.use_grad_scaler(scaler)
+    assert module.optimizer is not None
+    result = module(*draw())
+    gradient = torch.ones_like(result)
+    gradient[:, 15:19] = torch.inf  # feature `y` of table `b`
+    result.backward(gradient)
+    with nothing_changes(module):
+        assert 0 < float(module.clip_grad_norm_(0.25)) < torch.inf
+        scaler.step(module.optimizer)
+
+
 def test_clipping_under_a_scaler() -> None:
     """`unscale_` as usual; norms are those of the loss that was not multiplied."""
     module, twin = trained(accumulate=True, **sgd()), trained(accumulate=True, **sgd())
@@ -286,7 +316,7 @@ def test_explain_names_all_that_training_runs(accumulate: bool) -> None:
     plans = module.plans()
     assert {"forward", "train", "backward", "weight_gradient"} <= plans.keys()
     assert all(plan.uri in text for plan in plans.values()) and ("in step(): " in text) == accumulate
-    assert "radix_bits = " in text and re.search(r"states of the optimizer beside them: 0\.0 MB", text)
+    assert "radix_bits = " in text and re.search(r"states of the optimizer beside them: [\d.]+ k?B\n", text)
     assert "optimizer" not in explain(trained(optimizer=None)) + repr(trained(optimizer=None))
     assert module.optimizer is not None
     module.optimizer.param_groups[0]["lr"] = 0.5

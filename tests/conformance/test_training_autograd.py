@@ -20,17 +20,19 @@ from conformance.training import (
     trained_backend,
     verdict,
 )
+from support.selections import SELECTIONS
 from torch import Tensor, nn
 
 from embforge import optim
-from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.layout import layout_of
+from embforge.codegen.poolings import POOLINGS
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
-from embforge.launch.reference.forward import lookup
 from embforge.launch.reference.backward import reduce, weight_gradient
+from embforge.launch.reference.forward import lookup
 from embforge.launch.reference.forward_train import lookup_train
+from embforge.verify.cases import Case, draw_batch
 
 F64 = torch.float64
 
@@ -229,11 +231,11 @@ def test_gradients_of_weights_in_two_towers_that_accumulate() -> None:
 # ---- The formulas in fp64 against autograd ---------------------------------------------------------------
 
 
-POOLINGS = [(pooling, weighted) for pooling in ("sum", "mean", "sqrtn", "concat", "none") for weighted in (False, True)]
+KINDS = [(name, w) for name, pooling in POOLINGS.items() for w in (False, True) if pooling.weightable or not w]
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("pooling", "weighted"), [*POOLINGS, ("max", False)])
+@pytest.mark.parametrize(("pooling", "weighted"), KINDS)
 def test_formulas_are_those_of_autograd(pooling: str, weighted: bool, padded: bool) -> None:
     """Every pooling beside a sum over the same table, so that gradients of a row come from two features."""
     more: dict[str, Any] = {"hotness": 9} if pooling == "concat" else {}
@@ -278,6 +280,29 @@ def _of_padding(
                 item = source[place * 5 : place * 5 + 5]
                 result[3] += item if weights is None else item * weights[position]
     return result
+
+
+@trained_backend
+@pytest.mark.parametrize("pooling", SELECTIONS)
+def test_selections_are_those_of_torch(backend: Any, pooling: Any) -> None:
+    """Results, and rows after a step, beside torch.segment_reduce, on rows without equal numbers."""
+    feature = FeatureSpec("f", "t", pooling, padding_idx=2)
+    module = trained(backend, CollectionSpec([TableSpec("t", 30, 7)], [feature]), optimizer=optim.SGD(lr=0.5))
+    before = module.weight("t").cpu().double().requires_grad_()
+    lengths = torch.tensor([3, 1, 0, 70, 9])
+    ids = torch.cat([torch.randperm(30, generator=torch.Generator().manual_seed(n))[:length] for n, length in
+                     enumerate([3, 1, 0, 30, 30, 10, 9])])  # fmt: skip
+    kept = [bag[bag != 2].unique() for bag in ids.split(lengths.tolist())]
+    sizes = torch.tensor([bag.numel() for bag in kept])
+    want = torch.segment_reduce(before[torch.cat(kept)], pooling, lengths=sizes, axis=0, initial=None)
+    want = torch.where(sizes[:, None] > 0, want, 0.0)
+    factors = torch.linspace(-1, 1, want.numel(), dtype=F64).view_as(want)
+    (of_rows,) = torch.autograd.grad((want * factors).sum(), before)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    have = module(*(tensor.to(module.weight("t").device) for tensor in (ids, offsets)))
+    (have * factors.to(have)).sum().backward()
+    assert torch.equal(have.detach().cpu().double(), want.detach())
+    torch.testing.assert_close(module.weight("t").cpu().double(), before.detach() - 0.5 * of_rows, rtol=1e-6, atol=1e-6)
 
 
 # ---- torch.optim on nn.EmbeddingBag ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,10 +32,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import embforge as ef
-from embforge import optim
+from embforge import collection, optim
 from embforge.codegen.spec import CollectionSpec
 from embforge.collection import EmbeddingCollection
-from embforge.launch.cpu.forward import backward as cpu_backward
+from embforge.launch.cpu import backward as cpu_backward
 from embforge.launch.kernels import Program
 
 ADAM, ROWWISE = optim.Adam(lr=0.1), optim.RowwiseAdagrad(lr=0.3, initial_accumulator_value=0.5)
@@ -116,7 +117,7 @@ def test_the_same_rule_for_every_table_is_one_for_all(backend: Any) -> None:
 
 def test_one_entry_for_several_tables_is_the_plain_module() -> None:
     modules = [trained("cpu", optimizer=given) for given in ({"*": ADAM}, {("a", "b"): ADAM}, ADAM)]
-    programs = [module._programs[torch.int64] for module in modules]
+    programs = [module.programs[torch.int64] for module in modules]
     assert programs[0] == programs[1] == programs[2]
     assert programs[0].backward == Program(modules[0].plans()["backward"]).text
     assert [group_of(module, 0).get("name") for module in modules] == ["*", "a, b", None]
@@ -150,6 +151,11 @@ def test_none_is_never_trained(backend: Any) -> None:
     for unfreeze in (lambda: module.unfreeze("b"), lambda: module.tables._modules["b"].requires_grad_()):  # type: ignore[union-attr]
         with pytest.raises(TypeError, match="table 'b': its optimizer is None, so that it cannot be trained"):
             unfreeze()
+    module.freeze("a")
+    with pytest.raises(TypeError, match="table 'b': its optimizer is None"):
+        module.unfreeze("a", "b")
+    assert not module.tables.a.is_trained()  # what is refused changes nothing
+    module.unfreeze("a")
     module.tables.requires_grad_(True)  # leaves it frozen
     assert not module.tables.b.is_trained()
     everywhere = trained(backend, optimizer={"b": ADAM, "*": ADAM})
@@ -247,6 +253,46 @@ def test_rates_of_a_scheduler_are_those_of_groups() -> None:
         scheduler.step()
     assert differing(snapshot(module), snapshot(twin)) == []
     assert not torch.equal(module.weight("b"), trained(optimizer=SAME).weight("b"))
+
+
+CYCLES: dict[str, Any] = {
+    "OneCycleLR": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=[0.2, 0.4], total_steps=20),
+    "CyclicLR": partial(torch.optim.lr_scheduler.CyclicLR, base_lr=[0.1, 0.2], max_lr=[0.2, 0.4]),
+}
+
+
+@pytest.mark.parametrize("name", list(CYCLES))
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        (ROWWISE, r"the optimizer of '\*' has none"),
+        (optim.Momentum(), "here some have betas instead"),
+    ],
+)
+def test_momentum_that_not_all_groups_have_is_not_cycled(name: str, others: Any, why: str) -> None:
+    module = trained(optimizer={"a": ADAM, "*": others})
+    with pytest.raises(ValueError, match=f"{why}; give it cycle_momentum=False"):
+        CYCLES[name](module.optimizer)
+    assert (group_of(module, 0)["beta1"], group_of(module, 1).get("momentum", 0.9)) == (0.9, 0.9)
+    scheduler = CYCLES[name](module.optimizer, cycle_momentum=False)
+    rates = []
+    for step in range(3):
+        train(module, seeds=[step])
+        module.optimizer.step()  # type: ignore[union-attr]
+        scheduler.step()
+        rates.append([group_of(module, place)["lr"] for place in (0, 1)])
+    assert rates[0] < rates[1] < rates[2] and all(second == pytest.approx(2 * first) for first, second in rates)
+    assert group_of(module, 0)["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.parametrize("name", list(CYCLES))
+def test_momentum_that_all_groups_have_is_cycled(name: str) -> None:
+    module = trained(optimizer={"a": ADAM, "*": optim.RowwiseAdam()})
+    scheduler = CYCLES[name](module.optimizer)
+    module.optimizer.step()  # type: ignore[union-attr]
+    scheduler.step()
+    assert all(0.8 < group_of(module, place)["beta1"] < 0.95 for place in (0, 1))
+    assert group_of(module, 0)["beta1"] == group_of(module, 1)["beta1"] != 0.9
 
 
 def test_a_rate_that_is_a_tensor() -> None:
@@ -379,12 +425,12 @@ def test_the_same_ids_twice_in_a_compiled_graph(compiler: str) -> None:
 @every_backend
 def test_the_operators_check_what_they_are_given(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, twin = (trained(backend, WITH_ROWS, optimizer=SAME), trained(backend, WITH_ROWS))
-    monkeypatch.setattr(EmbeddingCollection, "_must_be_seen", staticmethod(lambda values: True))
+    monkeypatch.setattr(collection, "must_be_seen", lambda values: True)
     for each in (module, twin):
         results = each.forward_dict(*draw(backend, spec=WITH_ROWS))
         sum(result.pow(2).sum() for result in results.values()).backward()  # type: ignore[union-attr]
     assert differing(snapshot(module), snapshot(twin)) == []
-    numbers = module._trainer.numbers
+    numbers = module.trainer.numbers
     assert numbers is not None
     numbers.hyper = numbers.hyper[:-1].clone()
     with nothing_changes(module), pytest.raises(ValueError, match=r"hyper: .* allowed: contiguous torch.float64 \(10,"):

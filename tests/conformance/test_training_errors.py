@@ -25,7 +25,7 @@ from torch import Tensor
 
 from embforge import optim
 from embforge.collection import EmbeddingCollection
-from embforge.launch.reference.forward import backward as reference_backward
+from embforge.launch.reference import backward as reference_backward
 from embforge.training import pending
 
 # ---- Errors ----------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def test_calls_that_make_no_sense() -> None:
     module = trained()
     with pytest.raises(Exception, match="'nowhere'"), nothing_changes(module):
         module.freeze("a", "nowhere")
-    assert module(*draw()).requires_grad and module._tables()["a"].trainable
+    assert module(*draw()).requires_grad and module.named_tables()["a"].trainable
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_ needs accumulate=True.*max_row_norm"):
         module.clip_grad_norm_(1.0)
     with pytest.raises(ValueError, match="use_grad_scaler is for a fused optimizer"):

@@ -24,9 +24,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from embforge import optim
-from embforge.operators import lookup as ops
 from embforge.collection import EmbeddingCollection
-from embforge.launch.reference.forward import backward as reference_backward
+from embforge.launch.reference import backward as reference_backward
+from embforge.operators import lookup as ops
 from embforge.training.calls import Programs
 
 
@@ -227,7 +227,7 @@ def test_modes_that_watch_operators_do_not_stop_training(more: dict[str, Any]) -
 def _arguments(module: EmbeddingCollection, backend: Any, weighted: bool) -> tuple[Any, ...]:
     values, offsets, weights = draw(backend, spec=module.spec)
     rows = [int(offsets[24] - offsets[18])]
-    programs: Programs = module._programs[torch.int64]
+    programs: Programs = module.programs[torch.int64]
     return values, offsets, weights if weighted else None, module._blocks(), rows, programs
 
 
@@ -237,9 +237,9 @@ def test_opcheck(backend: Any, weighted: bool) -> None:
     """Every operator of training, of a spec with all kinds of results."""
     module = trained(backend, WITH_ROWS)
     values, offsets, weights, tables, rows, programs = _arguments(module, backend, weighted)
-    numbers, device = module._trainer.numbers, device_of(backend)
+    numbers, device = module.trainer.numbers, device_of(backend)
     assert numbers is not None
-    states = module._storage(module._weights()).states
+    states = module.storage().states
     anchor = torch.zeros(1, device=device, requires_grad=True)
     more = (tables, states, anchor, numbers.hyper, numbers.counters, rows, programs.train, programs.backward)
     train = (values, offsets, weights, *more, programs.weight_gradient, "error", [True, True])
@@ -267,9 +267,9 @@ def _wrong(name: str) -> Callable[[list[Any]], None]:
 def test_arguments_that_kernels_would_trust_are_checked(name: str) -> None:
     module = trained(spec=WITH_ROWS, optimizer=optim.Adam())
     values, offsets, weights, tables, rows, programs = _arguments(module, "reference", False)
-    numbers = module._trainer.numbers
+    numbers = module.trainer.numbers
     assert numbers is not None
-    states = module._storage(module._weights()).states
+    states = module.storage().states
     train = (tables, states, numbers.anchor, numbers.hyper, numbers.counters, rows, programs.train, programs.backward)
     found = ops.lookup_train(values, offsets, weights, *train, programs.weight_gradient, "error", [True, True])
     pooled, sequence, divisors, winners = (tensor.detach() for tensor in found)
@@ -284,7 +284,7 @@ def test_the_plain_operator_has_no_gradient() -> None:
     module = trained(optimizer=None)
     values, offsets, weights = draw()
     tables = [module.weight(table.name) for table in SPEC.tables]
-    programs: Programs = module._programs[torch.int64]
+    programs: Programs = module.programs[torch.int64]
     found = ops.lookup(values, offsets, weights, tables, [], programs.forward, "error")[0]
     with pytest.raises(RuntimeError, match="embforge::lookup has no gradient"):
         found.sum().backward()

@@ -64,7 +64,7 @@ def test_schedulers_of_momentum(optimizer: Any, name: str) -> None:
     module, bag = trained(spec=ONE, optimizer=optimizer), nn.Parameter(torch.zeros(1))
     adam = isinstance(optimizer, optim.Adam)
     theirs = torch.optim.Adam([bag], lr=0.1) if adam else torch.optim.SGD([bag], lr=0.1, momentum=0.9)
-    numbers, kind = module._trainer.numbers, getattr(torch.optim.lr_scheduler, name)
+    numbers, kind = module.trainer.numbers, getattr(torch.optim.lr_scheduler, name)
     more = {"max_lr": 0.2, "total_steps": 10} if name == "OneCycleLR" else {"base_lr": 0.1, "max_lr": 0.2}
     schedulers = [kind(each, **more) for each in (module.optimizer, theirs)]
     assert numbers is not None and module.optimizer is not None
@@ -82,7 +82,7 @@ def test_schedulers_of_momentum(optimizer: Any, name: str) -> None:
 
 def test_entries_that_nobody_would_read_are_refused() -> None:
     module = trained()
-    numbers, before = module._trainer.numbers, dict(group(module))
+    numbers, before = module.trainer.numbers, dict(group(module))
     assert numbers is not None and module.optimizer is not None
     for key, value, message in (
         ("weight_decay", 0.5, "'weight_decay' is not part of this optimizer.* given when it is made"),
@@ -125,14 +125,14 @@ def test_entries_that_nobody_would_read_are_refused() -> None:
 def test_numbers_of_numpy_are_numbers() -> None:
     module = trained(optimizer=optim.Adam(lr=np.float32(0.5), betas=(np.float64(0.5), 0.75)))  # type: ignore[arg-type]
     group(module)["lr"] = np.float32(0.25)
-    assert module._trainer.numbers is not None and module._trainer.numbers.get("lr") == 0.25
+    assert module.trainer.numbers is not None and module.trainer.numbers.get("lr") == 0.25
     with pytest.raises(ValueError, match="lr=True is not allowed"):
         optim.SGD(lr=True)
 
 
 def test_numbers_are_written_through() -> None:
     module = trained()
-    numbers = module._trainer.numbers
+    numbers = module.trainer.numbers
     assert numbers is not None and set(group(module)) == {"params", "lr", "beta1", "beta2", "betas", "eps"}
     group(module)["beta1"] = 0.5
     group(module).update(eps=1e-3)
@@ -150,13 +150,13 @@ def test_the_optimizers_own_state_dict(rate: Any) -> None:
     assert module.optimizer is not None and other.optimizer is not None
     group(module)["beta1"], group(module)["initial_lr"] = 0.25, 3.0
     other.optimizer.load_state_dict(module.optimizer.state_dict())
-    numbers = other._trainer.numbers
+    numbers = other.trainer.numbers
     assert numbers is not None and (numbers.get("lr"), numbers.get("beta1")) == (0.1, 0.25)
     assert group(other)["initial_lr"] == 3.0 and len(group(other)["params"]) == 1
     module.optimizer.load_state_dict(trained(optimizer=optim.Adam(lr=rate)).optimizer.state_dict())  # type: ignore[union-attr]
     assert float(group(module)["lr"]) == 0.125
     group(module)["lr"] = 0.5
-    assert module._trainer.numbers is not None and module._trainer.numbers.get("lr") == 0.5
+    assert module.trainer.numbers is not None and module.trainer.numbers.get("lr") == 0.5
     with pytest.raises(ValueError, match="2 parameter groups; allowed: 1"):
         other.optimizer.load_state_dict({"state": {}, "param_groups": [{}, {}]})
     with pytest.raises(RuntimeError, match="trains the tables of its module only"):

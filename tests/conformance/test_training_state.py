@@ -64,7 +64,7 @@ def _saved(module: EmbeddingCollection) -> EmbeddingCollection:
 def _other(module: EmbeddingCollection, **more: Any) -> EmbeddingCollection:
     """Another module of the same kind, with rows of its own."""
     torch.manual_seed(99)
-    options = {"backend": module.backend, "device": module.device, "optimizer": module._trainer.groups} | more
+    options = {"backend": module.backend, "device": module.device, "optimizer": module.trainer.groups} | more
     return EmbeddingCollection(module.spec, **options)
 
 

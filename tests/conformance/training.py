@@ -12,9 +12,9 @@ from conformance.backends import collection, device_of
 from torch import Tensor
 
 from embforge import optim
-from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
+from embforge.verify.cases import Case, draw_batch
 
 SPEC = CollectionSpec(
     [TableSpec("a", 60, 15), TableSpec("b", 12, 4, "bf16")],

@@ -14,7 +14,7 @@ from embforge.codegen.targets.cuda.arch import arch_named
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
-SIMT = TESTS.parent / "templates" / "simt"
+SIMT = TESTS.parent / "templates" / "emulator"
 FLAGS = ("-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-fPIC", "-shared")
 LINKED = ("-fvisibility=hidden", "-Wl,-z,defs", "-Wl,-soname,libcuda.so.1")
 """A library that has this name already is the one that cuda-python finds when it asks for it."""

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch
 from embforge.launch import metadata
-from embforge.launch.reference.forward import forward as reference
+from embforge.launch.reference import forward as reference
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 
 DEVICE = torch.device("cuda:0")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import training
+from support import training
 
-from embforge.verify.cases import Case
 from embforge.launch.kernels import Program, kernel_of
+from embforge.verify.cases import Case
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE, assert_same_bits, untouched
 from emulated_driver.trained import FEW, MANY, REDUCE, USUAL, WEIGHTS, Training, batch_of, hot_batch, placed

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.verify.cases import Case
 from embforge.codegen.errors import LaunchError
 from embforge.codegen.targets.cuda.backward_launch import backward_launch
+from embforge.launch.cuda import watch as cuda_watch
 from embforge.launch.gpu import backward_call
-from embforge.launch.cuda.forward import watch as cuda_watch
+from embforge.verify.cases import Case
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE
 from emulated_driver.trained import BAD_ID, FEW, MANY, Training, bad_batch, batch_of, placed

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.verify.cases import Case
 from embforge.launch.cuda.forward import CudaForward
 from embforge.launch.metadata import metadata_of
+from embforge.verify.cases import Case
 from emulated_driver import control
 from emulated_driver.cases import BAD_ID, Given, bad_id, given, untouched, with_batch
 

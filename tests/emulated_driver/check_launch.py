@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.verify.cases import Case
 from embforge.codegen.targets.cuda.launch import launch_of, shape_of
-from embforge.launch.gpu import forward_call
 from embforge.launch.cuda.forward import CudaForward
+from embforge.launch.gpu import forward_call
 from embforge.launch.metadata import metadata_of
 from embforge.launch.reference.forward_train import lookup_train
+from embforge.verify.cases import Case
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import (
     BAD_ID,

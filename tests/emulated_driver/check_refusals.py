@@ -9,13 +9,13 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from embforge.verify.cases import Case
 from embforge.codegen.errors import LaunchError, ToolchainError
 from embforge.codegen.targets.cuda.launch import launch_of
-from embforge.launch.cuda.forward import kernels as cuda_kernels
-from embforge.launch.gpu import forward_call
-from embforge.launch.cuda.forward import CudaForward
+from embforge.launch.cuda import kernels as cuda_kernels
 from embforge.launch.cuda.errors import REASONS
+from embforge.launch.cuda.forward import CudaForward
+from embforge.launch.gpu import forward_call
+from embforge.verify.cases import Case
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE, PLAN, bad_id, given, given_long, image
 

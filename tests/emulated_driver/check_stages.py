@@ -37,7 +37,7 @@ def stages() -> Any:
     """A launcher that nobody has used yet."""
     from embforge.launch.cuda.stages import CudaStages  # now: another one may have been put there
 
-    return CudaStages(PLAN, build(replace(PLAN, target="simt")).binary.read_bytes())  # type: ignore[arg-type]
+    return CudaStages(PLAN, build(replace(PLAN, target="simt")).binary.read_bytes())
 
 
 @pytest.fixture(autouse=True)

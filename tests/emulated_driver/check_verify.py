@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from embforge.codegen.build import Built
 from embforge.cli.main import main
+from embforge.codegen.build import Built
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.launch import long_symbols, main_symbols

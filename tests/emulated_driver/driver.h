@@ -1,4 +1,4 @@
-// A stand-in for libcuda.so.1 whose devices are this CPU: they run SIMT images (templates/simt) as if they were cubins.
+// A stand-in for libcuda.so.1 whose devices are this CPU: they run SIMT images (templates/emulator) as if they were cubins.
 //
 // Only for tests. Work waits in its stream until somebody synchronises with it, so that a launch on a wrong stream, a
 // missing wait or memory given back too early changes results as it would on a GPU that is late.
@@ -22,7 +22,7 @@
 
 namespace emulated {
 
-// What every device is: what a multiprocessor holds, as codegen/targets/arch.py has it, and what tests may change.
+// What every device is: what a multiprocessor holds, as codegen/targets/cuda/arch.py has it, and what tests may change.
 struct Facts {
     int arch = 0;
     int threads = 0, blocks = 0, shared = 0, shared_reserved = 0;

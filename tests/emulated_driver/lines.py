@@ -19,7 +19,15 @@ import embforge.launch
 LAUNCH = Path(embforge.launch.__file__).parent
 MODULES = tuple(
     f"{name}.py"
-    for name in ("backward_call", "cuda", "cuda_backward", "cuda_errors", "cuda_kernels", "cuda_watch", "forward_call")
+    for name in (
+        "cuda/backward",
+        "cuda/errors",
+        "cuda/forward",
+        "cuda/kernels",
+        "cuda/watch",
+        "gpu/backward_call",
+        "gpu/forward_call",
+    )
 )
 
 
@@ -66,5 +74,5 @@ def main(words: list[str]) -> int:
     for path in paths:
         wanted = executable_lines(path)
         missing = wanted - lines.ran[str(path)]
-        print(f"covered\t{path.name}\t{len(wanted - missing)}\t{len(wanted)}\t{sorted(missing)}")
+        print(f"covered\t{path.relative_to(LAUNCH)}\t{len(wanted - missing)}\t{len(wanted)}\t{sorted(missing)}")
     return code

@@ -37,7 +37,7 @@ BROKEN = 99
 
 
 class Mutant(NamedTuple):
-    """Text in a module of `embforge.launch`, and what to put in its place."""
+    """Text in a module of `embforge.launch` (`cuda/forward`), and what to put in its place."""
 
     what: str
     module: str
@@ -55,7 +55,7 @@ def mutants() -> list[Mutant]:
 
 def mutate(mutant: Mutant) -> None:
     """Puts the changed text into the module, before the checks import names from it."""
-    path, name = LAUNCH / f"{mutant.module}.py", f"embforge.launch.{mutant.module}"
+    path, name = LAUNCH / f"{mutant.module}.py", f"embforge.launch.{mutant.module.replace('/', '.')}"
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
         raise AssertionError(f"{mutant.what}: {mutant.old!r} stands {text.count(mutant.old)} times in {path.name}")

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from embforge import collection
+from embforge import collection, resolve
 from embforge.operators import lookup as ops
+from embforge.operators.visibility import has_numbers, must_be_seen
 from emulated_driver import control
 from emulated_driver import torch_cuda as cuda
 from emulated_driver.control import driver_call
@@ -346,8 +347,8 @@ def emulated() -> Iterator[None]:
     replaced = {name: getattr(cuda, name) for name in REPLACED}
     threads = mock.patch.object(threading.Thread, "run", _run_thread_emulated)
     engine = mock.patch.object(torch.autograd, "_engine_run_backward", _run_engine_emulated)
-    module, seen = collection.EmbeddingCollection, collection.EmbeddingCollection._must_be_seen
-    plain = mock.patch.object(module, "_must_be_seen", staticmethod(_as_plain(seen)))
-    real = mock.patch.object(collection, "_has_numbers", _as_plain(collection._has_numbers))
-    with mock.patch.multiple(torch.cuda, **replaced), threads, engine, plain, real, _Everything():
+    seen = _as_plain(must_be_seen)
+    plain = mock.patch.multiple(collection, must_be_seen=seen, has_numbers=_as_plain(has_numbers))
+    resolving = mock.patch.object(resolve, "must_be_seen", seen)
+    with mock.patch.multiple(torch.cuda, **replaced), threads, engine, plain, resolving, _Everything():
         yield

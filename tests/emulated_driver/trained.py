@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import training
+from support import training
 from torch import Tensor
 
-from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.params import CudaBackwardParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.builtin import rowwise_adam
@@ -22,6 +21,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata, update_metadata_of
+from embforge.verify.cases import Case, draw_batch
 from emulated_driver.cases import DEVICE
 
 SPEC = CollectionSpec(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-RUNTIME = Path(__file__).parent.parent / "runtime"
+RUNTIME = Path(__file__).parents[2] / "runtime"
 MAKERS = {
     "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
     "randperm", "scalar_tensor", "tensor", "zeros",

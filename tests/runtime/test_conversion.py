@@ -139,17 +139,17 @@ def test_a_serving_module_loads_a_training_checkpoint_strictly() -> None:
 
 def test_a_collection_is_printed_with_its_tables() -> None:
     text = repr(EmbeddingCollection(SPEC, backend="reference"))
-    assert "2 tables, 3 features, 948 parameters, 3.9 KB" in text
+    assert "2 tables, 3 features, 948 parameters, 3.94 kB" in text
     assert "(b): ParameterTable(12 x 4 bf16, 96 B)" in text
     many = ef.CollectionSpec(
         [ef.TableSpec(f"t{i}", 10, 4) for i in range(30)], [ef.FeatureSpec(f"f{i}", f"t{i}") for i in range(30)]
     )
     assert "... and 19 more tables" in repr(EmbeddingCollection(many, backend="reference"))
     states = repr(EmbeddingCollection(SPEC, backend="reference", optimizer=ef.optim.Adam()))
-    assert "7.7 KB of optimizer states" in states
+    assert "7.68 kB of optimizer states" in states
 
 
 def test_the_page_runs_as_it_stands() -> None:
-    page = Path(__file__).parents[1] / "docs" / "from_torch.md"
+    page = Path(__file__).parents[2] / "docs" / "from_torch.md"
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
     exec(compile(code, page.name, "exec"), {})

@@ -13,7 +13,7 @@ import embforge as ef
 from embforge.inputs import normalise
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SPEC = ef.CollectionSpec(
     [ef.TableSpec("t", 10, 4)], [ef.FeatureSpec("a", "t", padding_idx=0), ef.FeatureSpec("b", "t", "mean")]
 )

@@ -31,8 +31,8 @@ from support.strategies import cases, seeds
 from torch import Tensor
 
 from embforge import optim
-from embforge.verify.cases import Case, draw_batch
 from embforge.collection import EmbeddingCollection
+from embforge.verify.cases import Case, draw_batch
 
 BACKENDS = ("reference", "cpu")
 OPTIMIZERS = (optim.Adam(lr=0.1), optim.RowwiseAdagrad(lr=0.1, weight_decay=0.01), optim.SGD(lr=0.5))

@@ -313,7 +313,7 @@ def test_optim_is_lazy_and_needs_no_torch() -> None:
 
 # ---- The page about it --------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[1] / "docs" / "custom_rules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "custom_rules.md"
 
 
 def test_the_page_is_right() -> None:

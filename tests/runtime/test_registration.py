@@ -23,7 +23,8 @@ CALL = """
 import sys, warnings
 warnings.simplefilter("error")
 {imports}
-assert not any(name.startswith(("pydantic", "jinja2", "embforge.codegen", "embforge.operators.lookup")) for name in sys.modules)
+unwanted = ("pydantic", "jinja2", "embforge.codegen", "embforge.operators.lookup")
+assert not any(name.startswith(unwanted) for name in sys.modules)
 assert "embforge.operators.torch_import" not in [type(finder).__module__ for finder in sys.meta_path]
 assert vars(torch.__spec__.loader).keys() == {{"name", "path"}}
 ids, weight = torch.tensor([1, 5]), torch.eye(3)
@@ -67,7 +68,8 @@ def test_the_last_step_is_taken_once_and_only_by_an_import(imitation: Path) -> N
     code = """
 import importlib.util, sys, threading
 from embforge.operators.torch_import import when_torch_is_imported
-sys.meta_path[:] = [finder for finder in sys.meta_path if "embforge.operators.torch_import" not in type(finder).__module__]
+ours = "embforge.operators.torch_import"
+sys.meta_path[:] = [finder for finder in sys.meta_path if ours not in type(finder).__module__]
 done = []
 for name in "ab":
     when_torch_is_imported(lambda name=name: done.append((name, sys.modules["torch"].ready)))

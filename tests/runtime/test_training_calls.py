@@ -67,6 +67,21 @@ def test_rows_that_move_after_the_first_call_are_read_where_they_are(optimizer: 
     second.sum().backward()
 
 
+def test_rows_that_move_before_a_later_backward_are_trained_where_they_are() -> None:
+    """Not where they were when a backward of this module last asked."""
+    module, twin = (ef.EmbeddingCollection(SPEC, backend="cpu", optimizer=ef.optim.SGD(lr=0.5)) for _ in range(2))
+    twin.load_state_dict(module.state_dict())
+    for each in (module, twin):
+        each(VALUES, OFFSETS).sum().backward()
+    result = module(VALUES, OFFSETS)
+    weight = module.weight("a")
+    old = weight.data
+    weight.data, before = old.clone(), old.clone()
+    result.sum().backward()
+    twin(VALUES, OFFSETS).sum().backward()
+    assert torch.equal(weight, twin.weight("a")) and torch.equal(old, before)
+
+
 def test_frozen_between_calls_and_between_forward_and_backward() -> None:
     module = ef.EmbeddingCollection(SPEC, backend="reference", optimizer=ef.optim.SGD(lr=0.5))
     module(VALUES, OFFSETS).sum().backward()

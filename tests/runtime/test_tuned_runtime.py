@@ -100,7 +100,7 @@ def test_every_kernel_of_training_says_why() -> None:
     module = module_of(optimizer=ef.optim.Adam(), accumulate=True)
     plans, choices = module.plans(), module.choices()
     assert set(plans) == set(choices) == {"forward", "train", "backward", "reduce", "step", "merge"}
-    assert '"prefetch_bytes":1024' in module._programs[torch.int32].forward  # what is called, compiled or not
+    assert '"prefetch_bytes":1024' in module.programs[torch.int32].forward  # what is called, compiled or not
     for name, plan in plans.items():
         assert plan.params == choices[name].params == (FAST if name in ("forward", "train") else FAST_BACKWARD)
     text = ef.explain(module)
@@ -128,7 +128,7 @@ def test_batch_size_chooses_and_is_checked() -> None:
     assert module_of(batch_size=100).plan().params == FAST and module_of(batch_size=5000).plan().params == FASTER
     assert module_of().plan().params == FASTER  # nearer to the usual batch, though not the newest
     for module, is_known in ((module_of(), False), (module_of(batch_size=5000), True)):
-        assert ("the module's batch is not known (batch_size= says it)" in ef.explain(module)) != is_known
+        assert ("the module's batch is not known (set it by batch_size=)" in ef.explain(module)) != is_known
     for wrong in (0, -1, 2.0, True, "many"):
         with pytest.raises(ValueError, match=r"batch_size=.* is not allowed; allowed: a whole number from 1"):
             module_of(batch_size=wrong)
@@ -260,7 +260,7 @@ def test_cores_that_torch_may_not_use_do_not_count() -> None:
     torch.set_num_threads(1)
     one = module_of(batch_size=2048).choices()["forward"]
     assert one.params == FAST and one.why.startswith("taken from the nearest tuned result, distance 1 (")
-    assert "cores x2" in one.why and "threads left to torch: 2 holds only" in one.why
+    assert "cores x2" in one.why and "threads left to torch: 2 is valid only" in one.why
     torch.set_num_threads(4)
     assert this_machine().sizes["cores"] == 2
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from embforge.codegen.build import source_of
 from embforge.cli.common import load_spec
+from embforge.codegen.build import source_of
 from embforge.codegen.machine import cuda_headers, find_compiler
 from embforge.codegen.params import CudaBackwardParams, CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Rule, Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.simt.toolchain import IMAGE_FLAGS
 from embforge.codegen.targets.simt.image import image_source
+from embforge.codegen.targets.simt.toolchain import IMAGE_FLAGS
 
-HEADERS = Path(__file__).parents[2] / "templates" / "simt"
+HEADERS = Path(__file__).parents[2] / "templates" / "emulator"
 CALL = re.compile(r"\s*(?:(?P<result>[^=]+) = )?(?P<function>[\w:<>, ]+) \((?P<arguments>.*)\);")
 PROOF = """
 struct Three { double x, y, z; };
@@ -48,28 +48,41 @@ def unwatched(text: str, directory: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("op", "spec"), [("forward", "dlrm"), ("forward", "mixed"), ("forward", "llm_vocab"), ("forward_train", "mixed")]
-)
-def test_the_executor_sees_every_access(op: str, spec: str, tmp_path: Path) -> None:
-    assert not unwatched(source_of(Plan(op, "cuda", "sm_90", "int64", load_spec(spec), CudaParams())), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("op", "rule"),
-    [("backward", builtin.lamb()), ("reduce", None), ("weight_gradient", None)],
-    ids=lambda value: str(value)[:8],
-)
-def test_the_executor_sees_every_access_of_a_backward(op: str, rule: Rule | None, tmp_path: Path) -> None:
-    tables = (TableSpec("a", 100, 8), TableSpec("b", 100, 48, "bf16"))
-    features = (
+SPEC = CollectionSpec(
+    (
+        TableSpec("a", 100, 8),
+        TableSpec("b", 100, 48, "bf16"),
+        TableSpec("c", 100, 33, "fp8_e4m3"),
+        TableSpec("d", 100, 16, "fp8_e5m2"),
+    ),
+    (
         FeatureSpec("x", "a", "mean", weighted=True),
         FeatureSpec("y", "b", "none"),
         FeatureSpec("z", "a", "max"),
-    )
-    spec = CollectionSpec(tables, features, name="seen")
+        FeatureSpec("s", "b", "concat", hotness=4),
+        FeatureSpec("e", "c"),
+        FeatureSpec("n", "d"),
+    ),
+    name="seen",
+)
+"""Every part of the templates, few buckets; the example specs are in the soak."""
+OPS = [("forward", None), ("forward_train", None), ("backward", builtin.lamb()), ("reduce", None)]
+
+
+@pytest.mark.parametrize(
+    ("op", "rule"), [*OPS, ("weight_gradient", None)], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_the_executor_sees_every_access(op: str, rule: Rule | None, tmp_path: Path) -> None:
+    params = CudaParams() if op.startswith("forward") else CudaBackwardParams()
     update = None if rule is None else Update(rule)
-    assert not unwatched(source_of(Plan(op, "cuda", "sm_90", "int64", spec, CudaBackwardParams(), update)), tmp_path)
+    assert not unwatched(source_of(Plan(op, "cuda", "sm_90", "int64", SPEC, params, update)), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("spec", ["dlrm", "mixed", "llm_vocab"])
+@pytest.mark.parametrize("op", ["forward", "forward_train"])
+def test_the_executor_sees_every_access_of_examples(op: str, spec: str, tmp_path: Path) -> None:
+    assert not unwatched(source_of(Plan(op, "cuda", "sm_90", "int64", load_spec(spec), CudaParams())), tmp_path)
 
 
 def test_this_test_can_fail(tmp_path: Path) -> None:

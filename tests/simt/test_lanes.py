@@ -11,7 +11,7 @@ from benchmarks.warp_per_bag import KERNEL, warp_per_bag_text
 from embforge.codegen.targets.cuda.nvrtc import compile_cubin
 
 
-@pytest.mark.parametrize(("spec", "size"), [("dlrm", 256), ("mixed", 64)])
+@pytest.mark.parametrize(("spec", "size"), [("dlrm", 256), pytest.param("mixed", 64, marks=pytest.mark.soak)])
 def test_lanes_have_work_and_sectors_are_used(spec: str, size: int) -> None:
     """The smaller the batch the harder; `make lanes` has larger ones."""
     batch = draw(spec, f"uniform,len=geo:20,batch={size}")

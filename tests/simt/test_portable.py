@@ -8,7 +8,7 @@ import numpy
 import pytest
 from running import HERE, Buffer, aligned, launch
 
-from embforge.codegen.targets.simt.toolchain import toolchain as simt
+from embforge.codegen.targets.simt import toolchain as simt
 from embforge.launch.simt.abi import Image
 
 

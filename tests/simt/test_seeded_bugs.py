@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from embforge.verify.cases import draw_tables
 from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams
@@ -18,9 +17,10 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
 from embforge.codegen.targets.simt.toolchain import compile_image, twin_of
 from embforge.inputs import Batch
-from embforge.launch.reference.forward import forward as reference
 from embforge.launch.metadata import metadata_of
+from embforge.launch.reference import forward as reference
 from embforge.launch.simt.forward import SimtForward
+from embforge.verify.cases import draw_tables
 
 SPEC = CollectionSpec(
     (TableSpec("a", 40, 16), TableSpec("b", 30, 33, "bf16")),

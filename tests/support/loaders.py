@@ -13,8 +13,8 @@ import numpy as np
 from support.tuned_records import record_of
 
 from benchmarks.oracle_cases import read_oracle
+from embforge.cli.plan import _fixed_plan
 from embforge.codegen import cache
-from embforge.cli.plan import _given
 from embforge.codegen.errors import (
     EmbforgeError,
     MissingKernelError,
@@ -28,10 +28,10 @@ from embforge.codegen.layout import layout_of
 from embforge.codegen.manifest import find_kernel, read_manifest
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
-from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.planner.topology import load_topology
-from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.plans import numbers_named, update_named
+from embforge.codegen.sharding.kinds import ShardPlan
+from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.document import read_records, to_json
 from embforge.codegen.tuned.stores import read_file as read_stored
 from embforge.trace.file_format import read_trace
@@ -177,7 +177,7 @@ LOADERS = {
     "shard plan": Loader(
         "plan.json",
         json.dumps(ShardPlan({"t": "grid", "u": "table_wise"}).to_dict()).encode(),
-        lambda path: _given(SPEC, None, path),
+        lambda path: _fixed_plan(SPEC, None, path),
         PlanError,
     ),
     "plan text": Loader("plan.txt", PLAN.text.encode(), _plan_text, PlanError),

@@ -1,6 +1,6 @@
-"""A search from a table instead of a machine: what a tuner would have found, in seconds and always the same.
+"""A judge that answers from a table: what a tuner would have found on the machine, in seconds and always the same.
 
-The table is an oracle's: every point's time on every workload, measured once. Noise is added by a seed.
+The table comes from an oracle, which measured the time of every point on every workload once. A seed adds noise.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from embforge.tuner.judge.outcome import Failure, Outcome, Paired, Timed
 from embforge.tuner.measure.quiet import Usage
 
 Entry = Mapping[str, float] | Failure
-"""Seconds a call by workload, or what goes wrong."""
+"""Seconds per call by workload, or the failure."""
 
 
 class ReplayJudge:
-    """Answers from a table. The same seed, plan and question give the same answer, whenever they are asked."""
+    """Answers from a table. The same seed, plan and question always give the same answer."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ReplayJudge:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time spent so far, by phase."""
+        """Seconds spent so far, by phase."""
         return dict(self._spent)
 
     @property
@@ -93,12 +93,12 @@ class ReplayJudge:
         pass
 
     def _noisy(self, rng: np.random.Generator, rounds: int, plans: int) -> NDArray[np.float64]:
-        """Factors: drift that a round's plans share, and noise of their own."""
+        """Factors of noise: a drift that all plans of a round share, times noise of each."""
         return np.exp(rng.normal(0, self._noise, (rounds, 1)) + rng.normal(0, self._noise, (rounds, plans)))
 
 
 class NoBuilder:
-    """Says that whatever is wanted is built."""
+    """A builder for which every plan is built already."""
 
     def __init__(self) -> None:
         self._plans: list[Plan] = []
@@ -106,7 +106,7 @@ class NoBuilder:
     def submit(self, plan: Plan) -> None:
         self._plans.append(plan)
 
-    def done(self, timeout: float | None = None) -> tuple[Plan, Built] | None:
+    def done(self, timeout: float | None = None) -> tuple[Plan, Built[Plan]] | None:
         if not self._plans:
             return None
         plan = self._plans.pop(0)

@@ -7,10 +7,11 @@ import os
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from embforge.verify.cases import Case
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.params import CpuParams, CudaParams, Params, ReferenceParams
-from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.poolings import POOLINGS
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.verify.cases import Case
 
 LENGTHS = ["usual", "one", "none", "edges"] * 3 + ["deep"]
 """Bags past 4096 ids, where the canonical sum has a third level, are dear: one batch in thirteen has some."""
@@ -41,13 +42,13 @@ def tables(draw: st.DrawFn, name: str, dims: st.SearchStrategy[int] = DIMS) -> T
 
 @st.composite
 def features(draw: st.DrawFn, name: str, table: TableSpec) -> FeatureSpec:
-    pooling = draw(st.sampled_from(POOLINGS))
+    pooling = draw(st.sampled_from(list(POOLINGS)))
     hotness = draw(st.integers(1, 6)) if pooling == "concat" else draw(st.none() | st.integers(1, 12))
     return FeatureSpec(
         name,
         table.name,
         pooling,
-        weighted=pooling != "max" and draw(st.booleans()),
+        weighted=POOLINGS[pooling].weightable and draw(st.booleans()),
         hotness=hotness,
         padding_idx=draw(st.none() | st.integers(0, table.num_embeddings - 1)),
     )

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.verify.cases import draw_tables
 from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.params import CudaBackwardParams, ReferenceParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import HYPER, Rule, Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.operators.dense import dense_gradients
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import update_metadata_of
 from embforge.launch.reference.forward_train import lookup_train
+from embforge.number_formats import torch_dtype
+from embforge.operators.dense import dense_gradients
 from embforge.storage.states import allocate_section, state_views
-from embforge.storage.static import torch_dtype
+from embforge.verify.cases import draw_tables
 
 NUMBERS = {"lr": 0.05, "grad_scale": 0.0, "eps": 1e-3, "momentum": 0.9, "beta1": 0.9, "beta2": 0.99}
 """Of rules; 0.01 for all others."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from embforge.codegen import build as building
 from embforge.codegen import cache
 from embforge.codegen.build import build, source_of
+from embforge.codegen.kernel import arguments_of
 from embforge.codegen.machine import find_compiler
 from embforge.codegen.plan import Plan
-from embforge.codegen.signature import arguments_of
-from embforge.codegen.targets import target_named
+from embforge.codegen.targets import toolchain_of
 
 LIBRARY = """
 #include <cstdint>
@@ -86,7 +86,7 @@ class Doctor:
             "before": before,
             "after": after,
         }
-        recipe = building._recipe(plan, target_named("cpu"), source_of(plan))
+        recipe = building._recipe(plan, toolchain_of("cpu"), source_of(plan))
         shutil.rmtree(cache.entry_dir(recipe), ignore_errors=True)  # what another test put there
         cache.fetch(replace(recipe, compile=lambda source: _compiled(text, source.parent)))
         return plan

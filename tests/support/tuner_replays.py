@@ -14,13 +14,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from support.replay_judge import Entry, NoBuilder, ReplayJudge
+
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.tuner.judge.outcome import Outcome, WrongAnswer
-from support.replay_judge import Entry, NoBuilder, ReplayJudge
-from embforge.tuner.study.sampler import sampler_for
 from embforge.tuner.search.space import Space
+from embforge.tuner.study.sampler import sampler_for
 from embforge.tuner.study.storage import open_storage
 from embforge.tuner.study.study import Screening, SearchEvent, search
 from embforge.tuner.study.trials import Trials
@@ -32,7 +33,13 @@ WAIT_SECONDS = 600.0
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(  # what children need is imported once
-    ["embforge.tuner.study.study", "support.replay_judge", "alembic.command", "optuna.storages._rdb.models", "psycopg"]
+    [
+        "embforge.tuner.study.study",
+        "support.replay_judge",
+        "alembic.command",
+        "optuna.storages._rdb.models",
+        "psycopg",
+    ]
 )
 
 

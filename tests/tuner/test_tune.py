@@ -156,7 +156,7 @@ def test_without_a_gpu_cuda_is_refused_and_estimated(project: Path) -> None:
     assert told(*unkept)["file"] is None
     shown = run(*unkept).output
     assert not list((project / "user" / "estimates").iterdir())
-    assert "Estimate, no measurement" in shown and "an estimate: nothing that runs uses it" in shown.replace("\n", " ")
+    assert "Estimate, no measurement" in shown and "an estimate, which no module uses" in shown.replace("\n", " ")
     module = ef.EmbeddingCollection(ef.CollectionSpec.from_toml("spec.toml"))
     assert "no store has a tuned forward" in module.choices()["forward"].why
 
@@ -169,12 +169,12 @@ def test_without_a_gpu_cuda_is_refused_and_estimated(project: Path) -> None:
         (["--arch", "sm_90"], "--arch works with"),
         (["--list", "--report", "x.html"], "--report shows measured trials"),
         (["--report", "nowhere/x.html"], "there is no folder nowhere"),
-        (["--static", "--on", "cuda", "--store", "project"], "--store user, or none"),
-        (["--static", "--on", "cuda", "--trials", "0"], "--trials from 1"),
+        (["--static", "--on", "cuda", "--store", "project"], "allowed: --store user"),
+        (["--static", "--on", "cuda", "--trials", "0"], "--trials of at least 1"),
         (["--list", "--trials", "0"], "--trials does nothing with --list"),
         (["--static", "--on", "cuda", "--workload", "uniform", "--workload", "zipf:1"], "takes one --workload"),
         (["--budget", "3"], "did you mean 3s or 3m?"),
-        (["--budget", "0s"], "no time at all"),
+        (["--budget", "0s"], "is not above zero"),
         (["--baseline", "threads"], "not FIELD=VALUE"),
         (["--baseline", "treads=1"], "allowed"),
         (["--baseline", "threads=3"], "allowed: 0, 1, 2, 4"),
@@ -236,6 +236,6 @@ def test_an_interrupted_command_says_how_to_go_on(project: Path) -> None:
         assert line, "it ended before its first trial"
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=600)
-    assert process.returncode == 130 and "the same command goes on" in rest, rest
+    assert process.returncode == 130 and "the same command continues" in rest, rest
     shown = told("--trials", "0", "--workload", WORKLOAD)
     assert shown["outcomes"]["timed"] >= 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.replay_judge import ReplayJudge
 
 import embforge as ef
 from embforge.cli.display.tune_result import print_result, result_json
@@ -18,10 +19,9 @@ from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.tuner import tune as tune_module
 from embforge.tuner.measure.quiet import Usage
-from embforge.tuner.study.race import race
-from support.replay_judge import ReplayJudge
-from embforge.tuner.report.page import page
 from embforge.tuner.report.data import report_of
+from embforge.tuner.report.page import page
+from embforge.tuner.study.race import race
 from embforge.tuner.study.task import Task
 from embforge.tuner.tune import TuneResult, tune
 

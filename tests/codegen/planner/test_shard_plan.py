@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 from embforge.codegen.errors import PlanError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.planner.access import Access
-from embforge.codegen.planner.search import choose
 from embforge.codegen.planner.constants import with_tuned
 from embforge.codegen.planner.cost import METRICS, Costs, Step, costs_of, loads_of
-from embforge.codegen.sharding.geometry import Geometry
-from embforge.codegen.sharding.kinds import KINDS, DataParallel, ShardPlan, TableWise
-from embforge.codegen.planner.memory import check_memory, size
-from embforge.codegen.sharding.placement import place
+from embforge.codegen.planner.memory import check_memory
+from embforge.codegen.planner.search import choose
 from embforge.codegen.planner.simulate import simulate
 from embforge.codegen.planner.topology import Link, Topology, load_topology, topology_from
-from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.plans import update_named
+from embforge.codegen.reading.numbers import size
+from embforge.codegen.sharding.geometry import Geometry
+from embforge.codegen.sharding.kinds import KINDS, DataParallel, ShardPlan, TableWise
+from embforge.codegen.sharding.placement import place
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 SPEC = CollectionSpec(
     [
@@ -183,10 +184,10 @@ def test_shipped_topologies_say_that_they_are_assumptions(name: str) -> None:
 def test_mistakes_in_a_topology_are_named() -> None:
     text = topology().to_toml()
     for old, new, message in (
-        ("gb_s = 100.0", "gb_s = 0", "node_link.gb_s=0 is not allowed; a number above 0"),
+        ("gb_s = 100.0", "gb_s = 0", "node_link.gb_s=0 is not allowed; allowed: a number above 0"),
         ("[rail]", "[rails]", "unknown field 'rails' (did you mean 'rail'?); allowed: hardware, measured"),
-        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node=0 is not allowed; a whole number"),
-        ("usable = 1.0", "usable = 1.5", "rank.usable=1.5 is not allowed; a share"),
+        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node=0 is not allowed; allowed: a whole number"),
+        ("usable = 1.0", "usable = 1.5", "rank.usable=1.5 is not allowed; allowed: a share"),
         ("memory_gb = 1.0\n", "", "field 'rank.memory_gb' is missing"),
     ):
         assert old in text

@@ -10,19 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sharded.exact_traffic import Counted, count_ids, traffic_of
 from support.sharded.ranks import run_ranks
 
 import embforge as ef
 from embforge.codegen.errors import PlanError
 from embforge.codegen.planner.access import Access, access_of
 from embforge.codegen.planner.cost import Step, costs_of, loads_of
+from embforge.codegen.planner.simulate import sent_bytes
+from embforge.codegen.planner.topology import load_topology
+from embforge.codegen.planner.traffic import Wire, row_bytes, worth_asking
+from embforge.codegen.plans import update_named
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.kinds import ColumnWise, Grid, Hierarchical, RowWise, ShardPlan, TableWise
 from embforge.codegen.sharding.placement import place
-from embforge.codegen.planner.simulate import sent_bytes
-from embforge.codegen.planner.topology import load_topology
-from support.sharded.exact_traffic import Counted, Wire, count_ids, row_bytes, traffic_of
-from embforge.codegen.plans import update_named
 
 SPEC = ef.CollectionSpec(
     [
@@ -158,6 +159,23 @@ def test_the_planner_expects_what_the_formulas_give(
         assert np.allclose(outside.get(name, 0.0), (pairs * ~same).sum(axis=1)), name
 
 
+@pytest.mark.parametrize("kind", [ColumnWise(2), ColumnWise(4, (0, 1)), ColumnWise(4), Grid(2), Grid(3)])
+def test_norms_of_rows_that_all_occur_are_expected_as_they_are_sent(kind: Any) -> None:
+    """Then nothing is left to chance: expected rows are all rows."""
+    spec = ef.CollectionSpec(SPEC.tables[:2], SPEC.features[:4])
+    placement = place(ShardPlan({"users": kind, "items": "row_wise"}), spec, 4, 2)
+    update = update_named("rowwise_adagrad")
+    step = Step(64, Access(length=64.0), update)
+    found = [
+        of.get("row_norms", 0.0)
+        for of in sent_bytes(loads_of(placement, costs_of(placement, load_topology("h100x8"), step)))
+    ]
+    batch = np.tile(np.arange(64), len(spec.features)), np.arange(64 * len(spec.features) + 1)
+    geometry = Geometry(placement)
+    exact = traffic_of(geometry, count_ids(geometry, [batch] * 4), step.wire, update).pairs["row_norms"]
+    assert exact.any() and np.allclose(sum(found), exact.sum(axis=1))
+
+
 def test_row_bytes_of_every_format() -> None:
     assert [row_bytes(format, 7) for format in ("fp32", "fp16", "bf16", "fp8", "int8")] == [28, 14, 14, 12, 12]
 
@@ -217,3 +235,8 @@ def test_workloads_that_are_not_known_are_named() -> None:
 def test_wire_says_what_is_allowed() -> None:
     with pytest.raises(PlanError, match="forward='fp64' is not known; allowed: fp32, fp16"):
         Wire("fp64")  # type: ignore[arg-type]
+
+
+def test_pools_are_asked_for_where_a_quarter_can_stay() -> None:
+    """10 samples of 8 columns: 80 numbers, of which 60 may travel."""
+    assert worth_asking(60, 10, 8) and not worth_asking(61, 10, 8)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from support.loaders import LOADERS, PARTS, archive
 
-from embforge.codegen.reading.documents import MOST_DEPTH, DocumentError, parse_json, parse_toml, read_file, shown
 from embforge.codegen.errors import MissingKernelError, WorkloadError
+from embforge.codegen.reading.documents import MOST_DEPTH, DocumentError, parse_json, parse_toml, read_file, shown
 from embforge.trace.file_format import read_trace
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import cycle
 from typing import Any
 
 import pytest
+from support.selections import SELECTIONS
 from support.training import RULES, plan_of
 
 from embforge import optim
@@ -32,14 +34,16 @@ MIXED = CollectionSpec(
         TableSpec("odd", 1000, 33, "bf16"),
         TableSpec("half", 1000, 96, "fp16"),
         TableSpec("small", 1000, 16, "fp8_e4m3"),
+        TableSpec("range", 1000, 24, "fp8_e5m2"),
         TableSpec("tail", 1000, 15),
     ),
     (
         FeatureSpec("sum", "wide"),
         FeatureSpec("mean", "usual", "mean", weighted=True),
-        FeatureSpec("max", "odd", "max"),
+        *(FeatureSpec(name, table, name) for name, table in zip(SELECTIONS, cycle(("odd", "wide")), strict=False)),
         FeatureSpec("concat", "half", "concat", hotness=3),
         FeatureSpec("none", "small", "none"),
+        FeatureSpec("narrow", "range", "mean"),
         FeatureSpec("sqrtn", "tail", "sqrtn", padding_idx=3),
     ),
     name="backward_mixed",

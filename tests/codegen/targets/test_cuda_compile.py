@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.selections import SELECTIONS
 
 from embforge.codegen.build import build, source_of
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.cuda.forward import nvrtc
-from embforge.codegen.targets.cuda.forward import sass
+from embforge.codegen.targets.cuda import nvrtc, sass
 from embforge.codegen.targets.cuda.arch import ARCHS
 from embforge.codegen.targets.cuda.geometry import MOST_MADE_UP, geometry_of
 
-SPECS = Path(__file__).parent.parent / "examples/specs"
+SPECS = Path(__file__).parents[3] / "examples/specs"
 EXAMPLES = ("dlrm", "llm_vocab", "mixed")
-QUICK = (("dlrm", "sm_80"), ("dlrm", "sm_100"), ("llm_vocab", "sm_75"), ("mixed", "sm_90"), ("mixed", "sm_120"))
+QUICK = (("dlrm", "sm_80"), ("dlrm", "sm_120"), ("llm_vocab", "sm_75"), ("llm_vocab", "sm_100"))
 TARGET_BYTES = {"sm_80": 32 << 10, "sm_90": 32 << 10, "sm_100": 64 << 10, "sm_103": 64 << 10}
 NEARLY = 15 / 16
 """Share of the target where there are no registers for rows that make up for a few idle lanes."""
@@ -70,12 +71,23 @@ def test_figures_of_all_example_specs_on_all_archs(name: str, arch: str) -> None
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3", "fp8_e5m2"])
 def test_figures_of_other_dims_and_narrow_outputs(dtype: str, arch: str) -> None:
     tables = tuple(TableSpec(f"t{dim}", 1000, dim, dtype) for dim in (1, 96, 1000))  # type: ignore[arg-type]
     features = [FeatureSpec(f"f{t.name}", t.name, "mean", weighted=True) for t in tables]
     features += [FeatureSpec(f"m{t.name}", t.name, "max", padding_idx=3) for t in tables]
     check_figures(plan_of(CollectionSpec(tables, tuple(features), output_dtype="bf16", name="other"), arch))
+
+
+@pytest.mark.parametrize("op", ["forward", "forward_train"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_100"])
+def test_selections_beside_each_other(arch: str, op: str) -> None:
+    """Every selection, of wide, half and narrow formats, and sums, in one launch."""
+    tables = tuple(TableSpec(f"t{dtype}", 1000, 40, dtype) for dtype in ("fp32", "bf16", "fp8_e4m3"))  # type: ignore[arg-type]
+    poolings = ("sum", *SELECTIONS)
+    features = [FeatureSpec(f"{p}{t.name}", t.name, p, padding_idx=3) for t in tables for p in poolings]
+    plan = plan_of(CollectionSpec(tables, tuple(features), name="selections"), arch)
+    check_figures(replace(plan, op=op))
 
 
 def test_registers_of_the_usual_table_beside_fbgemm(record_property: Any) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from embforge.codegen.build import source_of
+from embforge.codegen.dtypes import TABLE_DTYPES
 from embforge.codegen.errors import PlanError
+from embforge.codegen.kernel import MISTAKES, STATUS_WORDS, arguments_of
 from embforge.codegen.params import CudaBackwardParams, CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.signature import MISTAKES, STATUS_WORDS, arguments_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import ARCHS, nearest_arch, resident_threads
 from embforge.codegen.targets.cuda.geometry import geometry_of, min_blocks, run_of
@@ -31,7 +32,7 @@ from embforge.codegen.targets.cuda.launch import (
 from embforge.codegen.targets.cuda.launch import launch_of as launch_of_shape
 from embforge.codegen.targets.cuda.long_bags import long_geometry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def spec_of(dim: int = 64, dtype: str = "fp32", pooling: str = "sum", **feature: object) -> CollectionSpec:
@@ -56,14 +57,16 @@ PRIMITIVES = {
     "load_own": "ld.global.",
     "read_only": "__ldg(",
     "half_to_float": "cvt.f32.f16",
-    "fp8_to_halves": "cvt.rn.f16x2.e4m3x2",
-    "float_to_half": "cvt.rn.f16.f32",
+    "to_halves": "cvt.rn.f16x2.",
+    "float_to_fp16": "cvt.rn.f16.f32",
     "float_to_bf16": "cvt.rn.bf16.f32",
     "unhoisted": 'asm volatile("" :',
     "dynamic_shared": "extern __shared__",
 }
 """All that no host compiler takes, by the name of the function: what is in it that only a GPU understands."""
-FUNCTION = re.compile(r"__device__ __forceinline__ [\w&<>]+ (\w+)\(([^{]*)\) \{(.*?)\}$", re.MULTILINE | re.DOTALL)
+FUNCTION = re.compile(
+    r"__device__ __forceinline__ [\w&<>]+ (\w+)(?:<\w+>)?\(([^{]*)\) \{(.*?)\}$", re.MULTILINE | re.DOTALL
+)
 
 
 def primitives_and_rest(plan: Plan) -> tuple[str, str]:
@@ -102,14 +105,14 @@ def test_primitives_are_one_instruction_each(arch: str) -> None:
     for plan in (*narrow_and_mixed(arch), *backwards(arch)):
         primitives, _ = primitives_and_rest(plan)
         found = FUNCTION.findall(primitives)
-        assert len(found) == primitives.count("__device__")
+        assert len(found) == primitives.count("__device__ __forceinline__")
         for name, _, body in found:
             assert name in PRIMITIVES, f"{name}: plain CUDA C++ belongs below the section, where it is run"
             assert body.count(PRIMITIVES[name]) == 1, name
             code = re.sub(r'"(?:\\.|[^"])*"|\*reinterpret_cast<T\*>', "", body)
             code = re.sub(r"static_assert\(.*\);", "", code)
             assert not re.search(r"\b(for|while|if|switch)\b|[-+*/%&|^~?!]|<<|>>|0x", code), f"{name}: {code}"
-        types = re.findall(r"^(?:struct|union|class|enum) (\w+)", primitives, re.MULTILINE)
+        types = re.findall(r"^(?:struct|union|class|enum) (\w+) \{", primitives, re.MULTILINE)
         assert types == ["Vector"]
         assert not re.search(r"\b(constexpr|#define)\b", primitives)
 
@@ -120,9 +123,9 @@ def test_conversions_that_the_architecture_lacks_are_arithmetic_in_the_text(arch
     for plan in narrow_and_mixed(arch):
         primitives, rest = primitives_and_rest(plan)
         names = {name for name, _, _ in FUNCTION.findall(primitives)}
-        assert ("fp8_to_halves" in names) == (number >= 89) == ("no fp8 unit" not in rest)
+        assert ("to_halves" in names) == (number >= 89) == ("No instruction of this architecture" not in rest)
         assert "half_to_float" in names
-        assert ("float_to_half" in names) == (plan.spec.output_dtype == "fp16")
+        assert ("float_to_fp16" in names) == (plan.spec.output_dtype == "fp16")
         bf16 = plan.spec.output_dtype == "bf16"
         assert ("float_to_bf16" in names) == (bf16 and number >= 80)
         assert ("round_to_bf16(in[e])" in rest) == (bf16 and number < 80)
@@ -282,7 +285,7 @@ DIMS = (1, 3, 8, 16, 32, 33, 48, 64, 96, 128, 130, 256, 1000, 4096)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rows", [1000, 2**33])
 def test_default_params_serve_every_dim_dtype_and_arch(arch: str, rows: int) -> None:
-    for dtype in ("fp32", "fp16", "bf16", "fp8_e4m3"):
+    for dtype in TABLE_DTYPES:
         for dim in DIMS:
             for pooling, weighted in (("sum", True), ("mean", False), ("max", False), ("none", True)):
                 table = TableSpec("t", rows, dim, dtype)  # type: ignore[arg-type]
@@ -338,9 +341,11 @@ def test_arguments_and_status_are_those_of_the_signature() -> None:
     text = source_of(plan_of(spec_of(), id_dtype="int32"))
     assert "using id_t = int32_t" in text
     struct = text.split("struct Arguments {")[1].split("}")[0]
-    assert [line.split()[-1].rstrip(";") for line in struct.strip().splitlines()] == [
-        a.name for a in arguments_of("cuda")
-    ]
+    parameters = text.split("#define PARAMETERS")[1].split("#define ARGUMENTS")
+    names = parameters[1].split("\n\n")[0]
+    assert re.findall(r"(\w+);", struct) == [a.name for a in arguments_of("cuda")]
+    assert re.findall(r"(\w+)(?:,|$)", parameters[0].rstrip(), re.MULTILINE) == [a.name for a in arguments_of("cuda")]
+    assert re.findall(r"\w+", names) == [a.name for a in arguments_of("cuda")]
     assert f"enum Mistake {{ {', '.join(MISTAKES)} }}" in text
     assert status_size() == len(MISTAKES) * len(STATUS_WORDS)
 

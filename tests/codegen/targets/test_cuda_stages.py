@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conformance.stage_cases import NARROW, USUAL
+from conformance.stage_cases import NARROW, SELECTIONS, USUAL
 from simt.test_instrumentation import unwatched
 
 from embforge.codegen.build import build, source_of
@@ -22,8 +22,8 @@ MOST_REGISTERS = 80
     ("arch", "formats"), [("sm_75", NARROW), ("sm_90", USUAL), ("sm_100", NARROW)], ids=lambda value: str(value)[:6]
 )
 def test_kernels_of_the_stages_compile_without_spills(arch: str, formats: tuple[str, ...]) -> None:
-    plan = StagePlan("cuda", arch, *formats)
-    figures = {figure["symbol"]: figure for figure in build(plan, resources=True).resources}  # type: ignore[arg-type]
+    plan = StagePlan("cuda", arch, *formats, SELECTIONS)
+    figures = {figure["symbol"]: figure for figure in build(plan, resources=True).resources}
     assert set(figures) == {symbol_of(plan, stage, kernel) for stage in STAGES for kernel in KERNELS[stage]}
     for symbol, figure in figures.items():
         assert figure["spill_bytes"] == figure["local_instructions"] == 0, symbol
@@ -39,7 +39,7 @@ def test_a_simt_image_runs_the_text_of_the_cuda_plan() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("formats", [USUAL, NARROW], ids=["usual", "narrow"])
 def test_the_executor_sees_every_access(formats: tuple[str, ...], tmp_path: Path) -> None:
-    assert not unwatched(source_of(StagePlan("cuda", "sm_90", *formats)), tmp_path)  # type: ignore[arg-type]
+    assert not unwatched(source_of(StagePlan("cuda", "sm_90", *formats, SELECTIONS)), tmp_path)
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "simt"])
@@ -49,7 +49,7 @@ def test_stages_that_may_not_be_compiled(
     monkeypatch.setenv("EMBFORGE_JIT", "0")
     plan = StagePlan(target, "avx2" if target == "cpu" else "sm_90", *USUAL)
     with pytest.raises(MissingKernelError, match=f"kernel {plan.uri} is not in the cache.*let one process compile it"):
-        build(plan)  # type: ignore[arg-type]
+        build(plan)
     write_manifest(tmp_path, [kernel_record(plan, "text", "text", "stages.cu", None, None, [])])
     with pytest.raises(MissingKernelError, match=r"is not in .* and the cache"):
-        build(plan, kernels=tmp_path)  # type: ignore[arg-type]
+        build(plan, kernels=tmp_path)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from embforge.codegen.build import build, source_of
 from embforge.cli.common import load_spec
+from embforge.codegen.build import build, source_of
 from embforge.codegen.errors import CompileError, ToolchainError
 from embforge.codegen.machine import Compiler
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets.simt.toolchain import toolchain as simt
+from embforge.codegen.targets.simt import toolchain as simt
 from embforge.codegen.targets.simt.image import KernelText, device_code, image_source, kernels_in
 from embforge.launch.simt.abi import load_image
 
@@ -106,7 +106,7 @@ def test_a_mistake_is_shown_where_it_is() -> None:
 def test_images_do_not_depend_on_the_machine() -> None:
     image = simt.compile_image(TEXT, "kernels.cu")
     assert image == simt.compile_image(TEXT, "kernels.cu")
-    for path in (Path(__file__).parent.parent, Path.home(), shutil.which("g++"), "embforge-"):
+    for path in (Path(__file__).parents[3], Path.home(), shutil.which("g++"), "embforge-"):
         assert str(path).encode() not in image
 
 

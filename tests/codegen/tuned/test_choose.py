@@ -11,8 +11,8 @@ import pytest
 from support.tuned_records import FAST, FAST_BACKWARD, FASTER, SPEC, record_of, scaled, this_machine, write_spec
 
 from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams
-from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.plans import update_named
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.tuned import stores
 from embforge.codegen.tuned.choose import LIMIT, Choice, choose
 from embforge.codegen.tuned.hardware import any_cpu, any_gpu, gpu_hardware
@@ -22,7 +22,7 @@ from embforge.tuner.store import save
 from embforge.tuner.workload.workload import Workload
 
 KNOWN = Traffic(2048)
-UNKNOWN_BATCH = "the module's batch is not known (batch_size= says it)"
+UNKNOWN_BATCH = "the module's batch is not known (set it by batch_size=)"
 SHOWN = "1.23x the default (95 %: 1.20 to 1.26), noise floor 0.8 %"
 
 
@@ -147,7 +147,7 @@ def test_threads_hold_only_where_they_were_measured(op: str) -> None:
     def asked(spec: CollectionSpec = SPEC, batch: int | None = 2048) -> Choice:
         return choose(op, "cpu", spec, this_machine(), rule=rule, traffic=Traffic(batch))
 
-    left = "threads left to torch: 2 holds only where it was measured, so the gain here is not known"
+    left = "threads left to torch: 2 is valid only where it was measured, so the gain is not known"
     assert asked().params == replace(rest, threads=2) and "threads" not in asked().why
     assert SHOWN in asked().why
     for spec, batch, note in (
@@ -167,7 +167,7 @@ def test_where_nothing_is_left_the_default_says_so() -> None:
     assert choice.params == CpuParams()
     assert choice.why == (
         "default: nothing but threads differs in what is tuned on this hardware for zipf:1.05,batch=2048; store: user; "
-        f"{UNKNOWN_BATCH}; threads left to torch: 1 holds only where it was measured, so the gain here is not known"
+        f"{UNKNOWN_BATCH}; threads left to torch: 1 is valid only where it was measured, so the gain is not known"
     )
 
 

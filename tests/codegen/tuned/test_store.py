@@ -70,7 +70,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     ),
     "a busy machine's": (
         damaged(lambda r: r.update(noise_floor=1.0, gain={"median": 56.0, "low": 40.0, "high": 60.0})),
-        "noise_floor='1.0' is not allowed; allowed: 0 to 0.25; above, samples say nothing; measure anew",
+        "noise_floor='1.0' is not allowed; allowed: 0 to 0.25; with more noise, samples say nothing; measure again",
     ),
     "a truth for a number": (damaged(lambda r: r["key"]["shape"].update(features=True)), "features: input should be"),
     "not a number": (damaged(lambda r: r["gain"].update(median=float("nan"))), "gain.median: input should be a finite"),
@@ -89,7 +89,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         "gain='9.0 .. 1.23 .. 1.26' is not allowed",
     ),
     "a time of 0": (damaged(lambda r: r["samples"].update(best=[0, 1])), "samples='a time not above 0'"),
-    "unpaired samples": (damaged(lambda r: r["samples"].update(best=[1])), "as many of each, paired by round"),
+    "unpaired samples": (damaged(lambda r: r["samples"].update(best=[1])), "equally many of each, paired by round"),
     "no time zone": (damaged(lambda r: r.update(created="2026-01-31T12:00:00")), "created='2026-01-31T12:00:00'"),
     "another op": (damaged(lambda r: r["key"].update(op="reduce")), "key.op='reduce' is not allowed; allowed: forward"),
     "another target": (damaged(lambda r: r["key"].update(target="simt")), "key.target='simt'"),
@@ -204,7 +204,7 @@ def test_what_could_not_be_read_back_is_not_written(user: Path) -> None:
         record_of(params=FAST, created="today"),
         record_of(versions={"a": 1j}),
     ):
-        with pytest.raises(TunedError, match="measure anew"):
+        with pytest.raises(TunedError, match="measure again"):
             save(bad, "user")
     assert list(user.iterdir()) == []
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.selections import SELECTIONS
 from support.training import compare_dense
+from torch import Tensor
 
 from embforge import optim
-from embforge.verify.cases import Case, draw_batch, draw_tables
 from embforge.codegen.build import build
 from embforge.codegen.machine import X86_NEEDS, host_isa
 from embforge.codegen.params import CpuBackwardParams
@@ -29,6 +29,7 @@ from embforge.launch.metadata import update_metadata_of
 from embforge.launch.reference.backward import ReferenceBackward, ReferenceReduce, ReferenceWeightGradient
 from embforge.launch.reference.forward_train import lookup_train
 from embforge.storage.states import allocate_section, state_views
+from embforge.verify.cases import Case, draw_batch, draw_tables
 
 CPU = torch.device("cpu")
 SMALL = CpuBackwardParams(tile_vectors=2, grain_bytes=16384, radix_bits=8)
@@ -50,6 +51,7 @@ def rich_spec(output_dtype: str = "fp32") -> CollectionSpec:
         TableSpec("thin", 40, 1, "fp16"),
         TableSpec("bytes", 500, 45, "fp8_e4m3"),
         TableSpec("single", 1, 8),
+        TableSpec("range", 400, 37, "fp8_e5m2"),
     )
     features = (
         FeatureSpec("sum", "wide", "sum"),
@@ -60,7 +62,9 @@ def rich_spec(output_dtype: str = "fp32") -> CollectionSpec:
         FeatureSpec("none", "thin", "none", padding_idx=2),
         FeatureSpec("weighted_none", "odd", "none", weighted=True, padding_idx=3),
         FeatureSpec("weighted_sqrtn", "odd", "sqrtn", weighted=True),
+        *(FeatureSpec(name, "odd", name, padding_idx=3) for name in SELECTIONS if name != "max"),
         FeatureSpec("one_row", "single", "sqrtn"),
+        FeatureSpec("far", "range", "sum"),
         FeatureSpec("more_none", "thin", "none"),
     )
     return CollectionSpec(tables, features, output_dtype)
@@ -198,6 +202,18 @@ def test_hot_ids_and_many_ids() -> None:
     values[offsets[4] :] *= 2999
     world = world_of(plan, Case(2))
     world.batch = Batch(values, offsets, torch.rand(values.numel()), 2, None)
+    assert_same_update(kernel, world)
+
+
+def test_concat_bags_that_threads_share() -> None:
+    """A thread that begins within a bag begins within the gradients of its slots."""
+    spec = CollectionSpec((TableSpec("t", 3000, 3),), (FeatureSpec("f", "t", "concat", hotness=700),))
+    plan = plan_of(spec, rule=builtin.sgd())
+    kernel = CpuBackward(plan, build(plan).binary)
+    world = world_of(plan, Case(2))
+    values = torch.randint(0, 3000, (100 * 690,), generator=torch.Generator().manual_seed(5))
+    world.batch = Batch(values, torch.arange(101) * 690, None, 100, None)
+    world.gradients = world.gradients._replace(pooled=torch.randn(100, 2100))
     assert_same_update(kernel, world)
 
 

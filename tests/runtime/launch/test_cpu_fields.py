@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.launch.test_cpu_backward import plan_of, rich_spec, runnable, world_of
-from runtime.launch.test_forward_train import CASES, SPEC, probe_of, same
+from support.cpu_plans import counted_tasks, forward, machine_code, one_table
+from support.probes import probe_of, same
+from test_cpu_backward import plan_of, rich_spec, runnable, world_of
+from test_forward_train import CASES, SPEC
 
-from embforge.verify.cases import Case
 from embforge.codegen.build import build, source_of
 from embforge.codegen.layout import layout_of
-from embforge.codegen.machine import find_compiler, host_isa
+from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuBackwardParams, CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
@@ -26,24 +24,13 @@ from embforge.codegen.targets.cpu.geometry import (
     rows_at_once,
     streams_results,
 )
-from embforge.codegen.targets.cpu.isa import FLAGS, ISAS, isa_of
-from embforge.launch.cpu.forward import CpuForward
+from embforge.codegen.targets.cpu.isa import ISAS
 from embforge.launch.cpu.backward import CpuBackward, CpuReduce, CpuWeightGradient
+from embforge.launch.cpu.forward import CpuForward
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.reference.forward_train import lookup_train
+from embforge.verify.cases import Case
 from embforge.verify.probes import call_of
-from embforge.verify.lookups import torch_threads
-
-BODY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-PARALLEL_FOR = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, BODY, ctypes.c_void_p)
-
-
-def forward(spec: CollectionSpec, isa: str = host_isa(), **fields: Any) -> Plan:
-    return Plan("forward", "cpu", isa, "int64", spec, CpuParams(**fields))
-
-
-def one_table(dim: int, rows: int = 100_000, pooling: str = "sum", output_dtype: str = "fp32") -> CollectionSpec:
-    return CollectionSpec([TableSpec("t", rows, dim)], [FeatureSpec("f", "t", pooling)], output_dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -56,22 +43,6 @@ def test_a_forward_to_train_gives_the_references_bits(case: Case) -> None:
     kernel = kernel_of(Program(plan).text)
     for want, have in zip(wanted, kernel(*call_of(plan, probe)), strict=True):
         assert same(want, have)
-
-
-@contextmanager
-def counted_tasks(kernel: Any) -> Iterator[list[int]]:
-    """How many tasks each of the kernel's loops over threads asks for."""
-    asked = []
-
-    def run(begin: int, end: int, grain: int, body: Callable[..., None], context: Any) -> int:
-        asked.append(end - begin)
-        body(begin, end, context)
-        return 0
-
-    callback = PARALLEL_FOR(run)
-    with torch_threads(3), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kernel, "_parallel_for", ctypes.cast(callback, ctypes.c_void_p).value)
-        yield asked
 
 
 @pytest.mark.parametrize(("threads", "tasks"), [(0, [3]), (2, [2]), (1, [])])
@@ -95,16 +66,6 @@ def test_a_backward_takes_no_more_threads_than_it_may(op: str, kind: Any) -> Non
     with counted_tasks(kernel) as asked:
         world.run(kernel)
     assert asked and set(asked) == {2}
-
-
-def machine_code(plan: Plan, scratch: Path) -> bytes:
-    """What the compiler makes of the plan's source, but for the kernel's name."""
-    source, made, text = (scratch / f"kernel.{suffix}" for suffix in ("cpp", "o", "text"))
-    source.write_text(source_of(plan).replace(plan.uri, "kernel"))
-    flags = [flag for flag in FLAGS if flag != "-shared"]
-    subprocess.run([*find_compiler().command, *flags, *isa_of(plan).flags, "-c", source, "-o", made], check=True)
-    subprocess.run(["objcopy", "-O", "binary", "-j", ".text", made, text], check=True)
-    return text.read_bytes()
 
 
 def test_tiles_wider_than_every_row_are_the_same_code(tmp_path: Path) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from embforge.codegen.build import build
+from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.machine import X86_NEEDS, host_isa
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.inputs import Batch
-from embforge.launch.reference.forward import forward as reference
 from embforge.launch.cpu.forward import CpuForward
 from embforge.launch.metadata import metadata_of
+from embforge.launch.reference import forward as reference
 from embforge.storage.static import allocate
 
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 6e-8, 6.2e-5, 65504.0, 65520.0, 3.4e38, 448.0]
@@ -34,18 +37,31 @@ def runnable() -> list[str]:
     return order[order.index(best) :] if best in order else [best, "generic"]
 
 
+KINDS = (("sum", False), ("mean", True), ("max", False), ("none", True))
+"""Poolings, and whether their ids have weights."""
+
+
 def spec_of(output_dtype: str) -> CollectionSpec:
-    tables = [
-        TableSpec(f"t{dim}_{dtype}", 40, dim, dtype)
-        for dim in (1, 21)
-        for dtype in ("fp32", "fp16", "bf16", "fp8_e4m3")
-    ]
-    features = [
-        FeatureSpec(f"{table.name}_{pooling}", table.name, pooling, weighted=pooling in ("mean", "none"), padding_idx=3)
-        for table in tables
-        for pooling in ("sum", "mean", "max", "none")
-    ]
-    return CollectionSpec(tables, features, output_dtype)
+    """Every table format, in rows of full vectors with a rest and in rows that are a rest only, with every pooling.
+
+    Output formats share the combinations between them, because each bucket costs time to compile.
+    """
+    turn = OUTPUT_DTYPES.index(output_dtype)
+    tables, features = [], []
+    for number, ((half, dim), (place, dtype)) in enumerate(product(enumerate((1, 21)), enumerate(TABLE_DTYPES))):
+        pooling, weighted = KINDS[(place + half * len(OUTPUT_DTYPES) + turn) % len(KINDS)]
+        tables.append(TableSpec(f"t{dim}_{dtype}", 40, dim, dtype))  # type: ignore[arg-type]
+        features.append(FeatureSpec(f"f{number}", tables[-1].name, pooling, weighted, padding_idx=3))  # type: ignore[arg-type]
+    return CollectionSpec(tables, features, output_dtype)  # type: ignore[arg-type]
+
+
+def test_every_pooling_meets_every_table_format_and_every_output() -> None:
+    met = set()
+    for output_dtype in OUTPUT_DTYPES:
+        spec = spec_of(output_dtype)
+        met |= {(spec.table(f.table).dtype, f.pooling) for f in spec.features}
+        assert {f.pooling for f in spec.features} == {pooling for pooling, _ in KINDS}
+    assert met == set(product(TABLE_DTYPES, (pooling for pooling, _ in KINDS)))
 
 
 def random_tables(plan: Plan) -> list[Tensor]:

@@ -37,6 +37,8 @@ BEYOND_IN_TRAINING = {
     "test_opcheck": "torch.compile sees through no tensor of ours",
     "test_clipping_by_the_norm_of_all_gradients": "no sparse tensors",
     "test_gradients_are_sparse": "no sparse tensors",
+    "test_dense_gradients_are_the_sparse_ones": "no sparse tensors",
+    "test_no_samples_and_no_ids and None": "no sparse tensors",
     "test_autocast": "autocast knows no device of ours",
     "test_one_checkpointed_call_is_right and False": "its saved tensors say that they are on a CPU",
 }
@@ -50,11 +52,18 @@ def passes(module: str, *words: str) -> str:
 
 
 def test_the_driver_behaves_as_a_driver_and_verify_finds_a_gpu() -> None:
-    passes("pytest", *PYTEST, "emulated_driver/check_driver.py", "emulated_driver/check_verify.py")
+    verify = "emulated_driver/check_verify.py::test_it_checks_the_kernels_and_writes_a_report"
+    passes("pytest", *PYTEST, "emulated_driver/check_driver.py", verify)
+
+
+@pytest.mark.soak
+def test_verify_reports_kernels_that_are_wrong() -> None:
+    passes("pytest", *PYTEST, "emulated_driver/check_verify.py")
 
 
 def test_a_module_trains_and_stages_run_on_emulated_devices() -> None:
-    passes("pytest", *PYTEST, "emulated_driver/check_module.py", "emulated_driver/check_stages.py")
+    checks = ("check_module.py", "check_resolve.py", "check_stages.py")
+    passes("pytest", *PYTEST, *(f"emulated_driver/{check}" for check in checks))
 
 
 def test_the_launcher_works_and_nearly_all_of_it_runs() -> None:
@@ -71,10 +80,20 @@ def test_mistakes_in_the_launcher_are_found() -> None:
     assert printed.count("killed\t") == len(mutants.mutants()) > 50, printed
 
 
-def test_the_conformance_suite_on_emulated_devices() -> None:
+def conformance(*files: str) -> None:
     wanted = " and ".join(["cuda", *(f"not {name}" for name in BEYOND)])
-    printed = passes("pytest", *PYTEST, "conformance", "-k", wanted)
+    printed = passes("pytest", *PYTEST, *files, "-k", wanted)
     assert "skipped" not in printed
+
+
+def test_bad_input_and_guards_on_emulated_devices() -> None:
+    """What a launcher adds to kernels that run on simt too: when and how a mistake is told, and what is compared."""
+    conformance("conformance/test_bad_input.py", "conformance/test_guards.py")
+
+
+@pytest.mark.soak
+def test_the_conformance_suite_on_emulated_devices() -> None:
+    conformance("conformance")
 
 
 @pytest.mark.soak
@@ -120,5 +139,5 @@ def test_no_loader_finds_it() -> None:
 
 
 def test_it_is_no_part_of_the_package() -> None:
-    project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     assert "emulated" not in project

@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from support.probes import probe_of, same
+from support.selections import SELECTIONS, combiner_of
 from torch import Tensor
 
 from embforge.backends import arch_of
-from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
-from embforge.codegen.build import build
 from embforge.cli.common import load_spec
+from embforge.codegen.build import build
 from embforge.codegen.layout import layout_of
-from embforge.codegen.params import PARAMS, CudaParams
+from embforge.codegen.params import CudaParams, params_type
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import PoolingName
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.reference.forward import lookup
 from embforge.launch.reference.forward_train import lookup_train
 from embforge.places import divisor_place, winner_place
-from embforge.verify.probes import Probe, call_of
+from embforge.verify.cases import Case, Drawn, draw_tables
 from embforge.verify.lookups import first_difference, torch_threads
+from embforge.verify.probes import Probe, call_of
 
 SPEC = CollectionSpec(
     [TableSpec("a", 60, 5), TableSpec("b", 40, 8, "fp16"), TableSpec("c", 30, 24)],
@@ -37,6 +40,8 @@ SPEC = CollectionSpec(
         FeatureSpec("slots", "b", "concat", hotness=2),
         FeatureSpec("weighted_mean", "a", "mean", weighted=True),
         FeatureSpec("odd", "a", "max"),
+        FeatureSpec("least", "b", "min", padding_idx=0),
+        *(FeatureSpec(name, "b", name, padding_idx=0) for name in SELECTIONS if name not in ("max", "min")),
     ],
     name="forward_train",
 )
@@ -46,6 +51,10 @@ SMALL = CollectionSpec(
     output_dtype="bf16",
     name="small_train",
 )
+SMALL_OF = {
+    name: replace(SMALL, features=(replace(SMALL.features[0], pooling=name), *SMALL.features[1:]))
+    for name in SELECTIONS
+}
 CASES = (
     Case(0, "none"),
     Case(5, "none"),
@@ -59,20 +68,8 @@ THREADS = {"cpu": (1, 2, 5), "simt": (1,)}
 NAMES = ("pooled", "sequence", "divisors", "winners")
 
 
-def same(want: Tensor | None, have: Tensor | None) -> bool:
-    """Whether two results have the same bits; one NaN is as good as another."""
-    if want is None or have is None:
-        return want is have
-    return first_difference(want, have) is None if want.is_floating_point() else torch.equal(want, have)
-
-
-def probe_of(spec: CollectionSpec, case: Case, seed: int) -> Probe:
-    drawn, tables = draw_batch(spec, case, seed), draw_tables(spec, seed, special=seed % 2 == 0)
-    return Probe(case, seed % 2 == 0, drawn, tables, lookup(spec, *drawn, tables, bounds_check="zero"))
-
-
 def answer(op: str, backend: str, probe: Probe, spec: CollectionSpec = SPEC, id_dtype: str = "int64") -> list[Any]:
-    params = CudaParams(long_bag=256) if backend == "simt" else PARAMS[backend]()
+    params = CudaParams(long_bag=256) if backend == "simt" else params_type(backend)()
     plan = Plan(op, backend, arch_of(backend, torch.device("cpu")), id_dtype, spec, params)
     return list(kernel_of(Program(plan).text)(*call_of(plan, probe)))
 
@@ -98,14 +95,16 @@ def test_divisors_are_what_sums_were_divided_by(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_winners_are_the_first_of_the_largest(case: Case) -> None:
+def test_winners_are_the_first_of_the_selected(case: Case) -> None:
     probe = probe_of(SPEC, case, seed=4)
     winners, layout = answer("forward_train", "reference", probe)[3], layout_of(SPEC)
     borders, ids = probe.drawn.offsets.tolist(), probe.drawn.values.tolist()
-    assert (winners.shape, winners.dtype) == ((case.batch, 8 + 24 + 5), torch.int64)
+    dims = [SPEC.table(feature.table).embedding_dim for feature in SPEC.features if feature.pooling in SELECTIONS]
+    assert (winners.shape, winners.dtype) == ((case.batch, sum(dims)), torch.int64)
     for index, first in layout.winner_column.items():
         placed = layout.features[index]
-        rows = probe.tables[placed.table_index].float()
+        order = combiner_of(placed.feature.pooling).order
+        rows = order * probe.tables[placed.table_index].float()
         present = [0 <= i < len(rows) and i != placed.feature.padding_idx for i in ids]
         for sample in range(case.batch):
             best, winner = torch.full((placed.dim,), -torch.inf), torch.full((placed.dim,), -1)
@@ -116,12 +115,13 @@ def test_winners_are_the_first_of_the_largest(case: Case) -> None:
             assert winners[sample, first : first + placed.dim].tolist() == winner.tolist(), (index, sample)
 
 
-def test_minus_infinity_and_nan_can_win() -> None:
-    inf, nan = torch.inf, torch.nan
-    spec = CollectionSpec([TableSpec("t", 4, 4)], [FeatureSpec("f", "t", "max", padding_idx=3)], name="first")
+@pytest.mark.parametrize("pooling", SELECTIONS)
+def test_infinity_and_nan_can_win(pooling: PoolingName) -> None:
+    inf, nan, order = torch.inf, torch.nan, combiner_of(pooling).order
+    spec = CollectionSpec([TableSpec("t", 4, 4)], [FeatureSpec("f", "t", pooling, padding_idx=3)], name="first")
     rows = torch.tensor([[-inf, 0.0, nan, 1.0], [-inf, -0.0, 2.0, nan], [-inf, 0.0, nan, 2.0], [9.0, 9.0, 9.0, 9.0]])
     values, offsets = torch.tensor([3, 0, 1, 2, 3, 3, 3, 1, 0]), torch.tensor([0, 4, 6, 6, 9])
-    _, sequence, divisors, winners = lookup_train(spec, values, offsets, None, [rows], bounds_check="error")
+    _, sequence, divisors, winners = lookup_train(spec, values, offsets, None, [order * rows], bounds_check="error")
     assert sequence is None and divisors is None and winners is not None
     assert winners.tolist() == [[1, 1, 1, 2], [-1] * 4, [-1] * 4, [7, 7, 8, 7]]
 
@@ -158,25 +158,27 @@ def test_bits_are_those_of_the_reference(backend: str, spec: CollectionSpec, id_
                 assert same(want, have), (str(case), threads, name)
 
 
+@pytest.mark.parametrize("pooling", SELECTIONS)
 @pytest.mark.parametrize("backend", THREADS)
-def test_the_first_present_id_wins_even_if_it_is_minus_infinity(backend: str) -> None:
+def test_the_first_present_id_wins_even_if_it_is_infinite(backend: str, pooling: PoolingName) -> None:
     """Whether absent ids before it fill a part of a chunk, whole chunks, or whole units of a long bag."""
+    spec, combiner = SMALL_OF[pooling], combiner_of(pooling)
     table = draw_tables(SMALL, 1)[0]
-    table[:, :4] = -torch.inf
+    table[:, :4] = combiner.identity
     table[7, 2] = 1.0
     absent, present = [0], [5, 6, 5, 7, 6]
     bags = [absent + present, 64 * absent + present, 200 * absent + present + 200 * absent, 4200 * absent + present]
     bags += [absent, 300 * absent, 70 * absent + 300 * present]
     offsets = torch.tensor([0, *map(len, bags), *[0] * len(bags)]).cumsum(0).int()
     drawn = Drawn(torch.tensor([i for bag in bags for i in bag]).int(), offsets, None)
-    probe = Probe(Case(len(bags)), False, drawn, (table,), lookup(SMALL, *drawn, (table,), bounds_check="error"))
-    _, _, _, winners = answer("forward_train", "reference", probe, SMALL, "int32")
+    probe = Probe(Case(len(bags)), False, drawn, (table,), lookup(spec, *drawn, (table,), bounds_check="error"))
+    _, _, _, winners = answer("forward_train", "reference", probe, spec, "int32")
     first = [begin + bag.index(5) if 5 in bag else -1 for begin, bag in zip(offsets.tolist(), bags, strict=False)]
     assert winners[:, 0].tolist() == first
     assert winners[:, 2].tolist() == [begin + 3 if begin >= 0 else -1 for begin in first]
     for threads in THREADS[backend]:
         with torch_threads(threads):
-            assert same(winners, answer("forward_train", backend, probe, SMALL, "int32")[3])
+            assert same(winners, answer("forward_train", backend, probe, spec, "int32")[3])
 
 
 @pytest.mark.parametrize("backend", THREADS)
@@ -196,7 +198,7 @@ def test_what_a_spec_has_no_feature_of_is_none(backend: str) -> None:
 def test_a_result_that_no_kernel_wrote_is_named_by_its_place() -> None:
     layout = layout_of(SPEC)
     assert divisor_place(layout, 4 + 1) == "feature 'weighted_root', sample 1"
-    assert winner_place(layout, 2 * 37 + 8 + 24) == "feature 'odd', sample 2, column 0"
+    assert winner_place(layout, 2 * layout.winner_width + 8 + 24) == "feature 'odd', sample 2, column 0"
     assert winner_place(layout, 7) == "feature 'largest', sample 0, column 7"
 
 

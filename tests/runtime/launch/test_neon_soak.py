@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from runtime.launch.test_cpu_isas import random_batch, random_tables, spec_of
+from test_cpu_isas import random_batch, random_tables, spec_of
 
 from embforge.codegen.build import source_of
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cpu.isa import FLAGS
-from embforge.launch.reference.forward import forward as reference
+from embforge.launch.reference import forward as reference
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 

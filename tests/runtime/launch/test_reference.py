@@ -9,14 +9,16 @@ import pytest
 import torch
 from conformance import naive
 from hypothesis import given
+from support.selections import SELECTIONS
 from support.strategies import cases, examples, seeds, specs
 
-from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
-from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
-from embforge.launch.reference.forward import forward as reference
+from embforge.codegen.poolings import POOLINGS, PoolingName
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.launch.reference import forward as reference
+from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 
-KINDS = [(p, w) for p in POOLINGS for w in (False, True) if not (p == "max" and w)]
+KINDS = [(name, w) for name, kind in POOLINGS.items() for w in (False, True) if kind.weightable or not w]
 
 
 def check(spec: CollectionSpec, drawn: Drawn, tables: tuple[torch.Tensor, ...]) -> None:
@@ -112,8 +114,9 @@ def test_square_root_is_rounded_correctly() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_max_keeps_the_first_of_equals(sign: float) -> None:
-    spec = CollectionSpec([TableSpec("t", 2, 1)], [FeatureSpec("f", "t", "max")])
+@pytest.mark.parametrize("pooling", SELECTIONS)
+def test_a_selection_keeps_the_first_of_equals(pooling: PoolingName, sign: float) -> None:
+    spec = CollectionSpec([TableSpec("t", 2, 1)], [FeatureSpec("f", "t", pooling)])
     table = torch.tensor([[0.0 * sign], [-0.0 * sign]])
     pooled, _ = reference.lookup(spec, torch.tensor([0, 1]), torch.tensor([0, 2]), None, [table], bounds_check="error")
     assert torch.equal(torch.signbit(pooled), torch.signbit(table[:1]))

@@ -6,16 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.dtypes import DTYPES, TABLE_DTYPES, narrow_floats
 from embforge.launch.reference.rounding import philox, random16, rounded
 
-NARROW = ("bf16", "fp16", "fp8_e4m3")
-LARGEST = {"bf16": 3.3895313892515355e38, "fp16": 65504.0, "fp8_e4m3": 448.0}
+NARROW = [form.name for form in narrow_floats(TABLE_DTYPES)]
 
 
 def torch_dtype(name: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, DTYPES[name].torch_name)
     return found
+
+
+LARGEST = {name: torch.finfo(torch_dtype(name)).max for name in NARROW}
 
 
 def bits(x: Tensor) -> list[int]:
@@ -91,7 +93,8 @@ def test_stochastic_keeps_what_fits_and_else_takes_a_neighbour(name: str) -> Non
     x = x[x.abs() < LARGEST[name]]
     nearest = x.to(torch_dtype(name))
     distance = nearest.float().abs() - x.abs()
-    size = torch.tensor(bits(nearest)) & (0x7F if name == "fp8_e4m3" else 0x7FFF)
+    unsigned = (1 << DTYPES[name].bits - 1) - 1
+    size = torch.tensor(bits(nearest)) & unsigned
     below, above = size - (distance > 0).long(), size + (distance < 0).long()
     for random in (
         torch.zeros_like(size),
@@ -100,7 +103,7 @@ def test_stochastic_keeps_what_fits_and_else_takes_a_neighbour(name: str) -> Non
     ):
         result = rounded(x, name, "stochastic", random)
         assert torch.equal(result.float().signbit(), x.signbit())
-        found = torch.tensor(bits(result)) & (0x7F if name == "fp8_e4m3" else 0x7FFF)
+        found = torch.tensor(bits(result)) & unsigned
         assert bool(((found == below) | (found == above)).all())
     assert int((below == above).sum()) > 10_000
     assert int((below != above).sum()) > 10_000
@@ -113,6 +116,7 @@ def test_stochastic_keeps_what_fits_and_else_takes_a_neighbour(name: str) -> Non
         ("bf16", 0x8000, 0x7F7F, 0x7F80, 0x7FC0),
         ("fp16", 0x8000, 0x7BFF, 0x7C00, 0x7E00),
         ("fp8_e4m3", 0x80, 0x7E, 0x7E, 0x7F),
+        ("fp8_e5m2", 0x80, 0x7B, 0x7C, 0x7F),
     ],
 )
 def test_edges(name: str, rounding: str, sign: int, largest: int, infinity: int, nan: int) -> None:
@@ -138,6 +142,9 @@ def test_edges(name: str, rounding: str, sign: int, largest: int, infinity: int,
         ("fp8_e4m3", -17.2),
         ("fp8_e4m3", 0.0031),
         ("fp8_e4m3", -0.0007),
+        ("fp8_e5m2", 0.3),
+        ("fp8_e5m2", -1000.3),
+        ("fp8_e5m2", 1.2e-5),
     ],
 )
 def test_stochastic_rounding_has_no_bias(name: str, value: float) -> None:
@@ -156,7 +163,7 @@ def test_stochastic_rounding_has_no_bias(name: str, value: float) -> None:
     assert abs(float(results.mean()) - exact) < 4 * error + step * 2.0**-16
 
 
-@pytest.mark.parametrize(("name", "step"), [("fp16", 2.0**-24), ("fp8_e4m3", 2.0**-9)])
+@pytest.mark.parametrize(("name", "step"), [("fp16", 2.0**-24), ("fp8_e4m3", 2.0**-9), ("fp8_e5m2", 2.0**-16)])
 @pytest.mark.parametrize("share", [2.0**-18, 2.0**-17, 1.5 * 2.0**-16, 0.3, 0.5, 1 - 2.0**-17, 1 + 2.0**-16, 2.7])
 def test_tiny_numbers_are_right_in_the_mean_of_all_random_numbers(name: str, step: float, share: float) -> None:
     """To half of what 16 bits resolve, however small the number."""

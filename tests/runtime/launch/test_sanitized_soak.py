@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
 CHECKED = ("test_stages.py", "test_training_edges.py", "test_training_bits.py", "test_bits.py")
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 
@@ -36,6 +36,6 @@ def test_kernels_do_nothing_undefined(suite: str, tmp_path_factory: pytest.TempP
     }
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not soak"]
     words += ["-k", "cpu and not any_spec", f"conformance/{suite}"]
-    answer = subprocess.run(words, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+    answer = subprocess.run(words, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-8000:]
     assert " passed" in answer.stdout

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
+from support.selections import SELECTIONS
 from support.training import (
     NUMBERS,
     RULES,
@@ -23,7 +25,6 @@ from support.training import (
     step,
 )
 
-from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
 from embforge.codegen.rules.rule import Rule, State
@@ -31,6 +32,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.backward_geometry import key_dtype
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, kernel_of
+from embforge.verify.cases import Case, draw_batch
 
 ONE = CollectionSpec((TableSpec("t", 20, 8),), (FeatureSpec("f", "t"),), name="one")
 RUNS = [[[0] * 1000, [1], [2, 2], [3] * 64, [4] * 65, [5] * 5000, [], [6] * 40, [7] * 128, [8] * 4096, [9] * 4097]]
@@ -42,6 +44,7 @@ POOLINGS = CollectionSpec(
         TableSpec("d", 30, 16, "fp8_e4m3"),
         TableSpec("e", 30, 6, "fp16"),
         TableSpec("g", 30, 15),
+        TableSpec("h", 30, 9, "fp8_e5m2"),
     ),
     (
         FeatureSpec("mean", "a", "mean", weighted=True),
@@ -51,7 +54,11 @@ POOLINGS = CollectionSpec(
         FeatureSpec("sqrtn", "g", "sqrtn", padding_idx=3),
         FeatureSpec("shared", "a", padding_idx=0),
         FeatureSpec("weighted_none", "g", "none", weighted=True, padding_idx=2),
-        FeatureSpec("shared_max", "a", "max"),
+        *(
+            FeatureSpec(f"shared_{name}", "a", name, padding_idx=padding)
+            for name, padding in zip(SELECTIONS, cycle((None, 1)), strict=False)
+        ),
+        FeatureSpec("range", "h"),
     ),
     name="poolings",
 )
@@ -209,13 +216,14 @@ def unchanged(plan: Plan, batch: Batch, bounds_check: str = "error", **how: Any)
 
 
 def test_gradients_that_are_not_finite_change_nothing_if_the_loss_was_scaled() -> None:
+    """It is one of a whole load of four numbers, or one of those after the last whole load."""
     spec = CollectionSpec(
-        (TableSpec("t", 20, 8),), (FeatureSpec("f", "t"), FeatureSpec("n", "t", "none")), name="finite"
+        (TableSpec("t", 20, 7),), (FeatureSpec("f", "t"), FeatureSpec("n", "t", "none")), name="finite"
     )
     plan = plan_of(spec, builtin.sgd())
     batch = batch_of([[[1], [2, 3]], [[4], [5]]], torch.int64)
     for number in (torch.inf, torch.nan):
-        for name, element in (("pooled", 15), ("sequence", 3)):
+        for name, element in (("pooled", 11), ("pooled", 12), ("pooled", 13), ("sequence", 3), ("sequence", 13)):
             module, run = unchanged(plan, batch, grad_scale=2.0)
             gradients = gradients_of(module, batch)
             getattr(gradients, name).view(-1)[element] = number

@@ -14,25 +14,26 @@ import torch
 from torch import Tensor
 
 import embforge
-from embforge.verify.cases import Case, draw_batch, draw_tables
-from embforge.codegen.build import build
 from embforge.cli.gen import emit
+from embforge.codegen.build import build
 from embforge.codegen.errors import KernelBugError, MissingKernelError
 from embforge.codegen.machine import find_compiler
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
+from embforge.codegen.poolings import Shape
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt.toolchain import _simt_directory, compile_image
 from embforge.collection import EmbeddingCollection
-from embforge.launch.simt.counters import KernelCounters, Traffic, kind_of, together
-from embforge.verify.counting import count_lookup
 from embforge.inputs import Batch
-from embforge.launch.reference.forward import forward as reference
-from embforge.launch.simt.forward import report as simt_report
 from embforge.launch.metadata import metadata_of
-from embforge.launch.simt.forward import SimtForward, SimtOptions
+from embforge.launch.reference import forward as reference
+from embforge.launch.simt import report as simt_report
 from embforge.launch.simt.abi import ABI, BUG, COUNT, DONE, STRUCTURES, Region, load_image
+from embforge.launch.simt.counters import KernelCounters, Traffic, kind_of, together
+from embforge.launch.simt.forward import SimtForward, SimtOptions
 from embforge.launch.simt.report import bug_of
+from embforge.verify.cases import Case, draw_batch, draw_tables
+from embforge.verify.counting import count_lookup
 
 SPEC = CollectionSpec(
     [TableSpec("a", 100, 8), TableSpec("b", 50, 5, "fp16")],
@@ -199,7 +200,7 @@ def test_results_that_nobody_wrote_are_named() -> None:
     kernel._shape = replace(kernel._shape, kernels=())
     with pytest.raises(KernelBugError, match=r"unwritten: .*feature 'x', sample 0, column 0 of the pooled output"):
         kernel.run(*given(), SimtOptions(seed=9))
-    none, *_ = (i for i, r in enumerate(ranges) if r.pooling == "none")
+    none, *_ = (i for i, r in enumerate(ranges) if r.shape is Shape.SEQUENCE)
     kernel._shape = replace(kernel._shape, kernels=((symbol, ranges[:none] + ranges[none + 1 :]), *others))
     with pytest.raises(KernelBugError, match=r"(?s)unwritten: no kernel wrote feature.*schedule seed 9"):
         kernel.run(*given(30), SimtOptions(seed=9))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from embforge.verify.cases import Case, draw_batch
 from embforge.codegen.build import build, source_of
 from embforge.codegen.errors import KernelBugError
 from embforge.codegen.params import CudaParams
@@ -18,10 +17,11 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.simt.toolchain import compile_image, twin_of
 from embforge.inputs import Batch
-from embforge.launch.simt.guarded import GARBAGE, GUARD, guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.metadata import metadata_of
-from embforge.launch.simt.forward import SimtForward, _apart
 from embforge.launch.simt.abi import Image, Region
+from embforge.launch.simt.forward import SimtForward, _apart
+from embforge.launch.simt.guarded import GARBAGE, GUARD, guarded_copy, guarded_empty, spanned_bytes
+from embforge.verify.cases import Case, draw_batch
 
 SPEC = CollectionSpec(
     [TableSpec("near", 100, 8), TableSpec("far", 1000, 8)], [FeatureSpec("x", "near"), FeatureSpec("y", "far")]
@@ -30,7 +30,7 @@ PLAN = Plan("forward", "simt", "sm_90", "int64", SPEC, CudaParams())
 
 
 def neighbours(case: Case) -> tuple[Any, ...]:
-    """A call with tables in one tensor: rows 228 and on of the first would be rows of the second, 4 KB behind it."""
+    """A call with tables in one tensor: rows 228 and on of the first would be rows of the second, 4 KiB behind it."""
     memory = torch.rand(2000, 8)
     tables = (memory[:100], memory[228:1228])
     values, offsets, weights = draw_batch(SPEC, case, 0)

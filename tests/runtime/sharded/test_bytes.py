@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.sharded.ranks import run_ranks
 from support.sharded.cases import (
     KINDS,
     Training,
@@ -21,10 +20,15 @@ from support.sharded.cases import (
     sizes_of,
     whole_batch,
 )
+from support.sharded.exact_traffic import COUNTERS, Traffic, count_ids, traffic_of
+from support.sharded.ranks import run_ranks
 
+from embforge.codegen.planner.traffic import Wire, id_bytes
 from embforge.codegen.sharding.geometry import Geometry
+from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.placement import place
-from support.sharded.exact_traffic import COUNTERS, Traffic, Wire, count_ids, traffic_of
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.sharded.stages.stage_metadata import BlockShape
 
 TRAININGS = tuple(one_kind(kind) for kind in KINDS)
 Counters = dict[str, int]
@@ -76,3 +80,13 @@ def counters_of_rank(rank: int, size: int) -> list[tuple[Counters, Counters]]:
 def counted(counters: Counters) -> Counters:
     """Without what stayed 0."""
     return {name: count for name, count in counters.items() if count}
+
+
+def test_blocks_of_wide_ids_are_filled_up_to_whole_ids() -> None:
+    """Rows past 32 bits: an id takes two words, and begins at a multiple of two in every block."""
+    spec = CollectionSpec((TableSpec("t", 2**33, 4),), (FeatureSpec("f", "t"), FeatureSpec("g", "t", weighted=True)))
+    geometry = Geometry(place(ShardPlan.row_wise(spec), spec, 2))
+    counts, samples = np.array([[2, 3], [1, 4]]), np.array([3, 3])
+    blocks = BlockShape.of(geometry, geometry.streams_to).blocks(counts, samples, np.zeros_like(counts))
+    assert (4 * blocks.sizes).tolist() == id_bytes(counts.sum(1), samples, 2, counts[:, 1], True).tolist()
+    assert not (blocks.ids_at % 2).any()

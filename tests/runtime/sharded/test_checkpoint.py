@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import sharded_checkpoint_ranks as work
+from support.sharded import checkpoint_ranks as work
 from support.sharded.ranks import run_ranks
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ddp_ranks as work
+from support.sharded import ddp_ranks as work
 from support.sharded.ranks import run_ranks
 
 

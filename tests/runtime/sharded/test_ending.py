@@ -19,8 +19,8 @@ BUSY_LOOPS = 4
 
 
 def test_a_program_that_just_ends_ends_well() -> None:
-    """Without the groups' end, 2 of 6 runs had a rank that died by SIGABRT."""
-    assert [exit_codes(3) for _ in range(3)] == [[0, 0, 0]] * 3
+    """Without the groups' end, 2 of 6 runs had a rank that died by SIGABRT; the soak has a hundred."""
+    assert exit_codes(3) == [0, 0, 0]
 
 
 @pytest.mark.soak

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import sharded_fault_ranks as work
 import torch
+from support.sharded import fault_ranks as work
 from support.sharded.ranks import run_ranks, start_ranks
 
 SOON = 300.0

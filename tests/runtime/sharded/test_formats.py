@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.sharded.ranks import run_ranks
 from support.sharded.cases import (
     Training,
     arguments_of,
@@ -19,12 +18,14 @@ from support.sharded.cases import (
     sizes_of,
     whole_batch,
 )
+from support.sharded.exact_traffic import count_ids, traffic_of
+from support.sharded.ranks import run_ranks
 from torch import Tensor
 
 import embforge as ef
+from embforge.codegen.planner.traffic import Wire
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.placement import place
-from support.sharded.exact_traffic import Wire, count_ids, traffic_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 OFF = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 0.5 / 127}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "sharded_script.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "sharded" / "script.py"
 NO_RIGHTS = "no rights to make network namespaces, or no ip command"
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = "29517"

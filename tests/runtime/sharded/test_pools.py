@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.selections import SELECTIONS
 from support.sharded.ranks import run_ranks
 from torch import Tensor
 
@@ -20,6 +21,8 @@ SPEC = ef.CollectionSpec(
         ef.FeatureSpec("one", "a"),
         ef.FeatureSpec("some", "b", pooling="mean", padding_idx=3),
         ef.FeatureSpec("most", "c", pooling="max"),
+        ef.FeatureSpec("least", "c", pooling="min"),
+        *(ef.FeatureSpec(name, "c", pooling=name) for name in SELECTIONS if name not in ("max", "min")),
         ef.FeatureSpec("heavy", "c", pooling="sqrtn", weighted=True),
         ef.FeatureSpec("row", "d", pooling="none"),
         ef.FeatureSpec("other", "a", pooling="sum", padding_idx=1),
@@ -111,9 +114,10 @@ def both(rank: int, size: int, backend: str, most: int) -> list[Compared]:
 @pytest.mark.parametrize(
     ("size", "backend", "most"),
     [
-        (2, "cpu", 1),
+        (2, "reference", 1),
         (4, "reference", 2),
         (3, "reference", 9),
+        pytest.param(2, "cpu", 1, marks=pytest.mark.soak),
         pytest.param(4, "cpu", 2, marks=pytest.mark.soak),
         pytest.param(3, "cpu", 9, marks=pytest.mark.soak),
     ],

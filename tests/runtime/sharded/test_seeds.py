@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.sharded.ranks import run_ranks
 from support.sharded.cases import (
     RULES,
     SAMPLES,
     Training,
+    Variant,
     arguments_of,
     drawn_rows,
     feature_of,
@@ -25,6 +26,7 @@ from support.sharded.cases import (
     tables_of,
     whole_batch,
 )
+from support.sharded.ranks import run_ranks
 from torch import Tensor
 
 import embforge as ef
@@ -190,9 +192,12 @@ def test_fused_tables_go_by_the_users_names() -> None:
 
 # ---- Gradients of weights ---------------------------------------------------------------------------------------
 
+WITH_WEIGHTS: tuple[Variant, ...] = (
+    ("mean", True), ("concat", True), ("sum", True), ("none", True), ("sqrtn", True), ("sum", False)
+)  # fmt: skip
 WEIGHTED = CollectionSpec(
     tables_of(2),
-    tuple(feature_of(f"f{n}", tables_of(2)[n % 2], variant, 1) for n, variant in enumerate((1, 4, 6, 8, 9, 0))),
+    tuple(feature_of(f"f{n}", tables_of(2)[n % 2], variant, 1) for n, variant in enumerate(WITH_WEIGHTS)),
     name="weighted",
 )
 """Every pooling that has weights, and one feature without."""
@@ -229,10 +234,11 @@ def weight_gradients(rank: int, size: int) -> None:
 
 # ---- Training loops ---------------------------------------------------------------------------------------------
 
+IN_TURN: tuple[Variant, ...] = (("sum", False), ("mean", True), ("none", False), ("max", False))
 MIXED = Training(
     "mixed",
     CollectionSpec(
-        tables_of(4), [feature_of(f"f{n}", table, (0, 1, 2, 5)[n], None) for n, table in enumerate(tables_of(4))]
+        tables_of(4), [feature_of(f"f{n}", table, IN_TURN[n], None) for n, table in enumerate(tables_of(4))]
     ),
     (("t0", "modulo"), ("t1", "data_parallel"), ("t2", "column_wise"), ("t3", "table_wise")),
     RULES["adam"],
@@ -308,8 +314,9 @@ def accumulates(rank: int, size: int) -> None:
 
 
 def averages(rank: int, size: int) -> None:
-    """As DistributedDataParallel does: the mean over ranks, of every part of a module."""
-    pair = Pair(rank, size, average_gradients=True)
+    """As DistributedDataParallel does: the mean over ranks, of every part of a module. By a rule that does not divide
+    gradients by their own size."""
+    pair = Pair(rank, size, replace(MIXED, optimizer=RULES["sgd"]), average_gradients=True)
     for step in range(3):
         pair.backward(step, lambda loss, sharded: loss if sharded else loss / size)
     pair.check("averaged")

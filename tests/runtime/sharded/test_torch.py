@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import sharded_torch_ranks as work
+from support.sharded import torch_ranks as work
 from support.sharded.ranks import run_ranks
 
 

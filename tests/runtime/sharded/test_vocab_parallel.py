@@ -1,6 +1,7 @@
 """`functional.embedding` and `VocabParallelEmbedding` give on 1, 2, 3 and 4 ranks what one rank gives.
 
-All ranks of all groups are the same four processes (`tests/support/sharded/vocab_ranks.py`): starting them is most of the time.
+All ranks of all groups are the same four processes (`tests/support/sharded/vocab_ranks.py`): starting them is most of
+the time.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-import vocab_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sharded import vocab_ranks
 
 import embforge as ef
 from embforge.sharded import vocab_parallel

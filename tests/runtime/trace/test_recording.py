@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import embforge as ef
 from embforge import recording as recording_module
-from embforge.verify.cases import Case, draw_batch
 from embforge.recording import record
 from embforge.trace.file_format import read_trace
 from embforge.tuner.workload.workload import Batch, make_batch, parse
+from embforge.verify.cases import Case, draw_batch
 
 SPEC = ef.CollectionSpec(
     [ef.TableSpec("a", 100, 4), ef.TableSpec("b", 50, 8)],
@@ -154,7 +154,7 @@ def test_two_recordings_of_one_module(tmp_path: Path) -> None:
     outer.stop()
     assert len(read_trace(tmp_path / "outer.npz")) == 2
     assert len(read_trace(tmp_path / "inner.npz")) == 1
-    assert "_lookup" not in module.__dict__
+    assert "lookup" not in module.__dict__
 
 
 def test_copies_of_a_module_are_not_recorded(tmp_path: Path) -> None:

@@ -9,37 +9,57 @@ from typing import Any
 
 import pytest
 import torch
+from support.selections import SELECTIONS
 
 from embforge import optim
-from embforge.verify.lookups import lookups as module
-from embforge.verify.cases import Case, draw_batch, draw_tables
 from embforge.cli.common import load_spec
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.layout import layout_of
-from embforge.codegen.params import PARAMS, CpuParams, ReferenceParams
-from embforge.codegen.spec import POOLINGS, CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.params import CpuParams, ReferenceParams, params_type
+from embforge.codegen.poolings import POOLINGS
+from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
-from embforge.launch.reference.forward import forward as reference
-from embforge.verify.pairwise import covering
+from embforge.launch.reference import forward as reference
 from embforge.places import sequence_place
 from embforge.sharded import ShardedEmbeddingCollection, ShardPlan
+from embforge.verify import lookups as module
+from embforge.verify.cases import Case, draw_batch, draw_tables
 from embforge.verify.lookups import first_difference, plans_to_verify, verify
+from embforge.verify.pairwise import covering
 
 SPEC = CollectionSpec(
-    [TableSpec("wide", 30, 24), TableSpec("narrow", 2000, 3, "fp16"), TableSpec("tiny", 20, 20, "fp8_e4m3")],
+    [
+        TableSpec("wide", 30, 24),
+        TableSpec("narrow", 2000, 3, "fp16"),
+        TableSpec("tiny", 20, 20, "fp8_e4m3"),
+        TableSpec("range", 20, 12, "fp8_e5m2"),
+    ],
     [
         *(FeatureSpec(p, "wide", p, hotness=3 if p == "concat" else None, padding_idx=4) for p in POOLINGS),
         FeatureSpec("heavy", "narrow", "sqrtn", weighted=True),
         FeatureSpec("added", "narrow", "sum", weighted=True),
         FeatureSpec("eight", "tiny", "mean"),
+        FeatureSpec("bits", "range", "max"),
     ],
     name="verified",
 )
 
 
+FEW_BUCKETS = CollectionSpec(
+    [TableSpec("wide", 30, 24), TableSpec("narrow", 2000, 3, "fp16")],
+    [
+        *(FeatureSpec(pooling, "wide", pooling, padding_idx=4) for pooling in ("mean", *SELECTIONS, "none")),
+        FeatureSpec("sum", "wide"),
+        FeatureSpec("added", "narrow", weighted=True),
+    ],
+    name="fields",
+)
+"""A kernel for each of dozens of plans is compiled from it."""
+
+
 def test_every_plan_field_on_the_cpu() -> None:
     """Bit-equal to the reference whatever two fields say, with one thread and two; and near torch."""
-    report = verify(SPEC, on="cpu", batch_sizes=(1, 7, 48))
+    report = verify(FEW_BUCKETS, on="cpu", batch_sizes=(1, 7, 48))
     rows = report.rows
     assert report.passed and report.plans > 24 and report.left_out == 0
     assert [row for row in rows if not row.passed] == []
@@ -51,6 +71,7 @@ def test_every_plan_field_on_the_cpu() -> None:
         "torch.nn.EmbeddingBag weighted sum",
         "torch.nn.EmbeddingBag mean",
         "torch.nn.EmbeddingBag max",
+        "torch.nn.EmbeddingBag max of negated rows",
         "torch.nn.functional.embedding",
     }
 
@@ -137,7 +158,7 @@ def test_one_nan_is_as_good_as_another() -> None:
 @pytest.mark.parametrize("target", ["cpu", "cuda", "simt"])
 def test_plans_cover_every_pair_of_choices(target: str) -> None:
     plans = plans_to_verify(SPEC, target, "any", None)
-    kind = PARAMS[target]
+    kind = params_type(target)
     assert len(set(plans)) == len(plans)
     assert plans[0].params == kind()
     seen = {
@@ -214,9 +235,11 @@ def test_tables_lie_as_the_layout_says_with_poison_between_rows() -> None:
     assert table.as_strided((5, 16), (16, 1))[:, 15].isnan().all() and not table.isnan().any()
     (special,) = draw_tables(CollectionSpec([TableSpec("t", 500, 15)], [FeatureSpec("f", "t")]), 0, special=True)
     assert special.isnan().any() and special.isinf().any() and (special.signbit() & (special == 0)).any()
+    ends = special[::4].amax(1), special[2::4].amin(1)  # selected zeros of both signs
+    assert all((end == 0).any() and (end == 0).float().mean() > 0.5 for end in ends)
 
 
-@pytest.mark.parametrize("name", ["mixed", "dlrm"])
+@pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.soak), "dlrm"])
 def test_example_specs(name: str) -> None:
     """The specs that ship pass what they tell their readers to run, but for the size of their tables."""
     spec = load_spec(name)

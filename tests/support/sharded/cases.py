@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 import embforge as ef
+from embforge.codegen.dtypes import TABLE_DTYPES
+from embforge.codegen.poolings import POOLINGS, PoolingName
 from embforge.codegen.rules.language import program_of
-from embforge.codegen.sharding.geometry import SEQUENCE_POOLINGS
 from embforge.codegen.sharding.kinds import (
     ColumnWise,
     DataParallel,
@@ -44,11 +46,11 @@ KINDS: dict[str, Kind] = {
     "grid": Grid(),
     "hierarchical": Hierarchical(),
 }
-VARIANTS = (
-    ("sum", False), ("mean", True), ("none", False), ("sqrtn", False), ("concat", True), ("max", False),
-    ("sum", True), ("mean", False), ("none", True), ("sqrtn", True), ("concat", False),
-)  # fmt: skip
-"""Every pooling, with weights and without; a maximum has none."""
+Variant = tuple[PoolingName, bool]
+VARIANTS: tuple[Variant, ...] = tuple(
+    (name, weighted) for name, kind in POOLINGS.items() for weighted in (False, True) if kind.weightable or not weighted
+)
+"""Every pooling, without weights and, where it may have them, with them."""
 RULES: dict[str, ef.optim.Optimizer] = {
     "sgd": ef.optim.SGD(lr=0.1),
     "momentum": ef.optim.Momentum(lr=0.05, weight_decay=0.01),
@@ -99,7 +101,7 @@ class Training:
     def keeps_order(self, table: str, size: int) -> bool:
         """Whether every sum has its terms in the order of one rank's: then results and rows are the same bits.
 
-        Sums of whole bags, of whole rows and of the occurrences of a row must each be made in one place. Maxima and
+        Sums of whole bags, of whole rows and of the occurrences of a row must each be made in one place. Selections and
         rows that travel one by one have no order to lose.
         """
         placed = place(self.plan(size), self.spec, size, node_size_of(size)).by_name[table]
@@ -108,11 +110,11 @@ class Training:
         rule = self.rule(table)
         if placed.columns_split and rule is not None and has_reductions(rule):
             return False
-        poolings = {feature.pooling for feature in self.features(table)}
-        if poolings <= {*SEQUENCE_POOLINGS, "max"}:
+        sums = {feature.kind.sums for feature in self.features(table)}
+        if sums == {False}:
             return True
         # What is added up inside nodes comes behind all else, so that features of such a table change their order.
-        in_order = not placed.hierarchical or poolings.isdisjoint({*SEQUENCE_POOLINGS, "max"})
+        in_order = not placed.hierarchical or sums == {True}
         return in_order and all(len(piece.owners) == 1 for piece in placed.pieces)
 
 
@@ -256,22 +258,34 @@ def tables_of(count: int) -> tuple[TableSpec, ...]:
     return tuple(TableSpec(f"t{number}", *shapes[number % len(shapes)]) for number in range(count))
 
 
-def feature_of(name: str, table: TableSpec, variant: int, padding_idx: int | None) -> FeatureSpec:
+def feature_of(name: str, table: TableSpec, variant: Variant, padding_idx: int | None) -> FeatureSpec:
     """One of VARIANTS."""
-    pooling, weighted = VARIANTS[variant % len(VARIANTS)]
-    return FeatureSpec(name, table.name, pooling, weighted, HOTNESS, padding_idx)  # type: ignore[arg-type]
+    pooling, weighted = variant
+    return FeatureSpec(name, table.name, pooling, weighted, HOTNESS, padding_idx)
+
+
+def variants_of(rule: str, kind: str, variants: Sequence[Variant] = VARIANTS) -> Sequence[Variant]:
+    """What a table of this kind is looked up by in the collection of this rule.
+
+    Variants are dealt into lots, no more of them than kinds, nor than rules. A rule's kinds take lot after lot, each
+    rule beginning with the next lot: so every lot meets every rule and every kind, however many variants there are.
+    Neighbours share a lot and so a table: where none of its poolings adds, all of its numbers can be compared as bits.
+    """
+    size = ceil(len(variants) / min(len(KINDS), len(RULES)))
+    lots = [variants[first : first + size] for first in range(0, len(variants), size)]
+    return lots[(list(RULES).index(rule) + list(KINDS).index(kind)) % len(lots)]
 
 
 def every_kind(rule: str) -> Training:
-    """A table of every kind, each looked up by two features, in one collection.
+    """A table of every kind, each looked up by several features, in one collection.
 
-    Poolings go round with rules and kinds so that any two of kind, pooling with or without weights, and rule meet.
+    Any two of kind, pooling with or without weights, and rule meet in one of these collections.
     """
-    number, tables = list(RULES).index(rule), tables_of(len(KINDS))
+    tables = tables_of(len(KINDS))
     features = [
-        feature_of(f"f{k}.{j}", table, number + 3 * k + 7 * j, padding_idx=1 if (k + j) % 2 else None)
-        for k, table in enumerate(tables)
-        for j in range(2)
+        feature_of(f"f{k}.{j}", table, variant, padding_idx=1 if (k + j) % 2 else None)
+        for k, (table, kind) in enumerate(zip(tables, KINDS, strict=True))
+        for j, variant in enumerate(variants_of(rule, kind))
     ]
     kinds = tuple(zip((table.name for table in tables), KINDS, strict=True))
     return Training(rule, CollectionSpec(tables, features, name="every_kind"), kinds, RULES[rule])
@@ -281,12 +295,32 @@ def one_kind(kind: str, rule: str = "adagrad") -> Training:
     """All tables of one kind: of some, ranks hold nothing."""
     tables = tables_of(2)
     features = (
-        feature_of("pooled", tables[0], 1, None),
-        feature_of("rows", tables[0], 2, 4),
-        feature_of("few", tables[1], 5, 0),
+        feature_of("pooled", tables[0], ("mean", True), None),
+        feature_of("rows", tables[0], ("none", False), 4),
+        feature_of("few", tables[1], ("max", False), 0),
     )
     kinds = tuple((table.name, kind) for table in tables)
     return Training(f"{kind} alone", CollectionSpec(tables, features, name="one_kind"), kinds, RULES[rule])
+
+
+def every_format() -> Training:
+    """Two tables of every number format, cut so that sums keep their order.
+
+    Rounded to nearest, because random numbers depend on where in its shard a row lies. No maximum is taken between
+    shards: the narrower a format, the more maxima are equal.
+    """
+    tables, features, kinds = [], [], []
+    for dtype in TABLE_DTYPES:
+        rows, columns = (TableSpec(f"{dtype}_{name}", 11, 9, dtype) for name in ("rows", "columns"))  # type: ignore[arg-type]
+        tables += [rows, columns]
+        features += [
+            FeatureSpec(f"{dtype}_none", rows.name, "none", True),
+            FeatureSpec(f"{dtype}_mean", columns.name, "mean", True),
+            FeatureSpec(f"{dtype}_max", columns.name, "max"),
+        ]
+        kinds += [(rows.name, "modulo"), (columns.name, "column_wise")]
+    spec = CollectionSpec(tables, features, name="every_format")
+    return Training("every format", spec, tuple(kinds), ef.optim.Adagrad(lr=0.1, rounding="nearest"), steps=8)
 
 
 def by_table() -> Training:

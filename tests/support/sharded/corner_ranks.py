@@ -342,7 +342,7 @@ def a_dropped_module(rank: int, size: int) -> list[bool]:
         module = made(spec_of(), {"a": kind}, ef.optim.RowwiseAdagrad(lr=0.1))
         module(torch.tensor([0, 1]), offsets(1, 1)).sum().backward()
         module.optimizer.step()
-        seen, rows = ref(module), [ref(shard) for part in module._modules_trained() for shard in part._blocks()]
+        seen, rows = ref(module), [ref(shard) for part in module._own_collections() for shard in part._blocks()]
         gc.disable()
         try:
             del module

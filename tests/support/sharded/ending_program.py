@@ -1,6 +1,6 @@
 """A program of several ranks that trains two sharded collections and just ends, without `destroy_process_group`.
 
-`python ending_program.py SIZE` starts the ranks and prints their exit codes.
+`python -m support.sharded.ending_program SIZE`, run in tests/, starts the ranks and prints their exit codes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def rank(number: int, size: int, store: str) -> None:
 def exit_codes(size: int) -> list[int]:
     """Of every rank of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, str(size), f"{folder}/store"]
-        ranks = [subprocess.Popen([*command, str(number)], cwd=Path(__file__).parent) for number in range(size)]
+        command = [sys.executable, "-m", "support.sharded.ending_program", str(size), f"{folder}/store"]
+        ranks = [subprocess.Popen([*command, str(number)], cwd=Path(__file__).parents[2]) for number in range(size)]
         return [process.wait() for process in ranks]
 
 

@@ -1,30 +1,32 @@
-"""Bytes that ranks send to each other: the formulas of docs/planning.md, exact for counted ids.
+"""What a training step sends, exactly: the formulas of `codegen/planner/traffic.py` for ids that are counted.
 
-What a rank sends to itself is not counted; an all-reduce counts the bytes of its tensor once. `cost.py` fills the same
-formulas with expected ids.
+What a rank sends to itself is not counted; an all-reduce counts the bytes of its tensor once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embforge.codegen.errors import PlanError
-from embforge.codegen.rules.language import program_of
+from embforge.codegen.planner.traffic import (
+    Duplicates,
+    Wire,
+    header_bytes,
+    id_bytes,
+    reductions_of,
+    replica_bytes,
+    row_bytes,
+    vector_bytes,
+    worth_asking,
+)
 from embforge.codegen.rules.rule import Update
-from embforge.codegen.sharding.geometry import SEQUENCE_POOLINGS, Geometry
+from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.placement import TablePlacement
 
-Format = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-FORMATS: tuple[str, ...] = get_args(Format)
-Duplicates = Literal["merge", "keep"]
-Pools = Literal["all", "different"]
-HEADER_WORDS = 8
 COUNTERS = (
     "header",
     "ids",
@@ -41,27 +43,6 @@ COUNTERS = (
 """What bytes are counted under."""
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How things travel."""
-
-    forward: Format = "fp32"
-    """Of vectors; those inside a node on their hierarchical way are always fp32."""
-    gradients: Format = "fp32"
-    duplicates: Duplicates = "keep"
-    """Of features whose rows travel one by one: `merge` sends a row that a rank wants once."""
-    weight_gradients: bool = False
-    """Whether weights of samples want gradients."""
-    pools: Pools = "all"
-    """Of pooled features: `different` asks for no empty pool and for equal ones once, where that pays."""
-
-    def __post_init__(self) -> None:
-        known = {"forward": FORMATS, "gradients": FORMATS}
-        for name, allowed in (known | {"duplicates": get_args(Duplicates), "pools": get_args(Pools)}).items():
-            if getattr(self, name) not in allowed:
-                raise PlanError(f"wire: {name}={getattr(self, name)!r} is not known; allowed: {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,47 +70,6 @@ class Traffic:
         """A rank's counters; those that stay zero are left out."""
         found = {name: int(pairs[rank].sum()) for name, pairs in self.pairs.items()}
         return {name: count for name, count in found.items() if count}
-
-
-def row_bytes(format: str, width: int) -> int:
-    """Of one local feature's numbers of one sample or id."""
-    if format == "fp32":
-        return 4 * width
-    return 2 * width if format in ("fp16", "bf16") else 4 + -(-width // 4) * 4
-
-
-def header_bytes(streams: Any) -> Any:
-    """From a rank to another that takes so many streams."""
-    return 8 * (HEADER_WORDS + streams)
-
-
-def id_bytes(ids: Any, samples: Any, pooled: Any, weighted: Any, wide: Any, asked: Any = 0) -> Any:
-    """Ids, lengths of bags (of `pooled` streams), weights of samples (of `weighted` ids), and which pools are asked
-    for."""
-    width = 4 + 4 * wide
-    return _up(width * ids + 4 * samples * pooled + 4 * (weighted + asked), width)
-
-
-def worth_asking(asked: Any, samples: Any, columns: Any) -> Any:
-    """Whether a rank asks another for pools instead of getting `columns` numbers of each sample: if a quarter of these
-    can stay where they are. `asked`: numbers of the pools, and one more for each, its place in the list."""
-    return 4 * asked <= 3 * samples * columns
-
-
-def vector_bytes(per_sample: Any, samples: Any, sequence: Any) -> Any:
-    """Vectors or their gradients: `per_sample` bytes of pooled columns, and those of rows that travel one by one."""
-    return per_sample * samples + sequence
-
-
-def replica_bytes(rows: int, dim: int) -> int:
-    """What a replicated table adds to the all-reduce: its gradient, and a number a row that says if there is one."""
-    return 4 * rows * (dim + 1)
-
-
-@lru_cache(maxsize=256)
-def reductions_of(update: Update | None) -> int:
-    """How many numbers a row a rule needs of whole rows."""
-    return 0 if update is None else len(program_of(update.rule).reductions)
 
 
 def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, update: Update | None = None) -> Traffic:
@@ -238,7 +178,7 @@ def count_ids(
             bags = np.repeat(np.arange(samples[rank]), np.diff(borders))
             ids = ids[(ids >= 0) & (ids < placed.table.num_embeddings)]
             trained = ids if feature.padding_idx is None else ids[ids != feature.padding_idx]
-            sequence = feature.pooling in SEQUENCE_POOLINGS
+            sequence = not feature.kind.pooled
             for shard, stream in enumerate(bucketing.streams):
                 mine = _of_shard(ids if sequence else trained, placed, len(bucketing.streams), shard)
                 if sequence and duplicates == "merge":
@@ -284,8 +224,3 @@ def _shard_of(ids: NDArray[Any], placed: TablePlacement, shards: int) -> NDArray
     """Which of so many row shards holds each id."""
     found: NDArray[Any] = ids % shards if placed.by == "modulo" else ids // -(-placed.table.num_embeddings // shards)
     return found
-
-
-def _up(count: Any, unit: Any) -> Any:
-    """To the next multiple."""
-    return -(-count // unit) * unit

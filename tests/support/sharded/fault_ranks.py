@@ -11,7 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.sharded.mix import LONG, PLAN, SHORT, SPEC, Batch, batch_of, full_rows, joined, made, outcome, step, unsharded
+from support.sharded.mix import (
+    LONG,
+    PLAN,
+    SHORT,
+    SPEC,
+    Batch,
+    batch_of,
+    full_rows,
+    joined,
+    made,
+    outcome,
+    step,
+    unsharded,
+)
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 

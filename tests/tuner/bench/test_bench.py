@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from benchmarks.build_times import verdicts_of
-from benchmarks.criteria import geometric_mean, judge, judge_all
+from benchmarks.criteria import Verdict, batch_speedups, judge, judge_all
 from benchmarks.page import write_page
 from benchmarks.suites import FORWARD, TRAINING
 from benchmarks.workloads import BenchWorkload, read_workloads
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.bench.forward import forward as bench
+from embforge.tuner.bench import forward as bench
 from embforge.tuner.bench.forward import bench_spec, filled_module
+from embforge.tuner.bench.peers import PeerUnavailableError, fbgemm_peer, fill_table, peer_named, torch_peer
 from embforge.tuner.bench.report import BenchReport, Timing
 from embforge.tuner.measure.paired import Ratio
-from embforge.tuner.bench.peers import PeerUnavailableError, fbgemm_peer, fill_table, peer_named, torch_peer
 from embforge.tuner.workload.workload import make_batch, parse
 
 SPEC = CollectionSpec(
@@ -236,12 +236,12 @@ def test_a_disturbed_measurement_never_passes() -> None:
     assert not all(v.passed for v in verdicts)
 
 
-def test_geometric_mean_leaves_overhead_out() -> None:
+def test_the_geometric_mean_leaves_overhead_out() -> None:
     workloads = [BenchWorkload("w", group, SPEC, "batch=1", 1.0) for group in ("large", "cache", "overhead")]
     reports = [made_up(1.0, 1.0), made_up(4.0, 1.0), made_up(100.0, 1.0)]
-    assert geometric_mean(workloads, reports) == pytest.approx(2.0)
-    assert judge_all(workloads, reports)[0].passed
-    assert geometric_mean([], []) is None
+    assert batch_speedups(workloads, reports) == [1.0, 4.0]
+    assert judge_all(workloads, reports) == [Verdict("geometric mean 1.5x the faster peer", "2.00x", True)]
+    assert judge_all([], []) == []
 
 
 def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from support.strategies import examples, specs
 
 from embforge.codegen.layout import layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.estimate.layout_advice import LEAST_SAVED, UNIT, Advice, advice, mean_moved
+from embforge.tuner.estimate.layout_advice import LEAST_SAVED, Advice, advice, mean_moved
+from embforge.tuner.search.targets import TUNINGS
 
 
 def spec_of(*dims: int, dtype: str = "fp32", rows: int = 1000) -> CollectionSpec:
@@ -61,7 +62,7 @@ def test_the_largest_share_comes_first() -> None:
     assert [a.saved for a in found] == sorted((a.saved for a in found), reverse=True)
 
 
-@given(specs(), st.sampled_from(sorted(UNIT)))
+@given(specs(), st.sampled_from(sorted(TUNINGS)))
 @examples(40)
 def test_advice_keeps_what_it_promises(spec: CollectionSpec, target: str) -> None:
     """Taken, the layout moves what was said, and there is nothing more to say about that table."""
@@ -70,6 +71,7 @@ def test_advice_keeps_what_it_promises(spec: CollectionSpec, target: str) -> Non
         tables = tuple(replace(t, embedding_dim=found.better_dim) if t.name == found.table else t for t in spec.tables)
         taken = layout_of(replace(spec, tables=tables))
         placed = next(t for t in taken.tables if t.table.name == found.table)
-        assert float(mean_moved(placed.row_bytes, placed.stride_bytes, UNIT[target])) == found.better_moved
+        moved = mean_moved(placed.row_bytes, placed.stride_bytes, TUNINGS[target].unit_bytes)
+        assert float(moved) == found.better_moved
         assert placed.stride_bytes * placed.table.num_embeddings == found.better_table_bytes
         assert found.table not in [again.table for again in advice(taken, target)]

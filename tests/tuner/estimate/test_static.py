@@ -19,17 +19,23 @@ from embforge.cli.display.tune_tables import space_json, space_table, static_tab
 from embforge.codegen.errors import CompileError, WorkloadError
 from embforge.codegen.params import CudaBackwardParams, CudaParams, Params
 from embforge.codegen.plan import Plan
+from embforge.codegen.plans import update_named
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.codegen.targets.cuda.arch import ARCHS
-from embforge.codegen.plans import update_named
 from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.hardware import any_gpu
 from embforge.codegen.tuned.stores import read_stores
 from embforge.trace.file_format import Trace, write_trace
-from embforge.tuner.estimate.estimate import sectors
-from embforge.tuner.estimate.estimate import static
-from embforge.tuner.estimate.estimate import FORMULA, MULTIPROCESSORS, Flight, cost, demand_of, promised_flight
+from embforge.tuner.estimate import sectors, static
+from embforge.tuner.estimate.estimate import (
+    FORMULA,
+    MULTIPROCESSORS,
+    Flight,
+    cost,
+    demand_of,
+    promised_flight,
+)
 from embforge.tuner.estimate.sectors import sector_counter
 from embforge.tuner.estimate.seeds import FOLDER, load_seeds, save_seeds
 from embforge.tuner.estimate.static import StaticReport, rank

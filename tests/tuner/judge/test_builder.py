@@ -20,7 +20,7 @@ from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.judge.judge import builder as builder_module
+from embforge.tuner.judge import builder as builder_module
 from embforge.tuner.judge.builder import SUMMARY_LINES, Builder, BuildResult, summary
 from embforge.tuner.judge.outcome import CompileFailed
 from embforge.tuner.judge.process import Helper, HelperDiedError

@@ -25,12 +25,12 @@ from embforge.codegen.build import source_of
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuBackwardParams, CpuParams, Params
 from embforge.codegen.plan import Plan
+from embforge.codegen.plans import update_named
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.codegen.targets import target_named
-from embforge.codegen.plans import update_named
+from embforge.codegen.targets import toolchain_of
 from embforge.launch.kernels import Program, load_kernel
-from embforge.tuner.judge.judge import bench_judge
+from embforge.tuner.judge import bench_judge
 from embforge.tuner.judge.bench_judge import BenchJudge, JudgeError
 from embforge.tuner.judge.ledger import STARTING, TIMING, VERIFYING, WAITING
 from embforge.tuner.judge.messages import Board, GoOn, MayITime, Ready, Screen, Setup, TakeAnchor
@@ -380,7 +380,7 @@ def test_what_a_call_raises_is_an_outcome(worker: Worker, doctor: Doctor) -> Non
 
 def test_a_library_that_cannot_be_loaded_is_an_outcome(worker: Worker, doctor: Doctor) -> None:
     plan = fresh(11)
-    recipe = building._recipe(plan, target_named("cpu"), source_of(plan))
+    recipe = building._recipe(plan, toolchain_of("cpu"), source_of(plan))
     cache.fetch(replace(recipe, compile=lambda source: b"no library"))
     outcome = worker.answer(Screen(plan.text))
     assert isinstance(outcome, LaunchFailed)

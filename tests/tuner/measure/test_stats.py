@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embforge.tuner.measure.paired import stats
+from embforge.tuner.measure import stats
 
 
 def by_enumeration(differences: np.ndarray) -> float:

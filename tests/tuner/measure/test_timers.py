@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embforge.tuner.measure.paired import timers
+from embforge.tuner.measure import timers
 from embforge.tuner.measure.timers import COLD_REPEATS, SAMPLE_SECONDS, TIMES_TO_EMPTY, CpuTimer, CudaTimer, gpu_clocks
 
 L2_BYTES = 1 << 20

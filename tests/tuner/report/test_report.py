@@ -16,14 +16,14 @@ import pytest
 
 from embforge.codegen.params import CpuParams, CudaParams
 from embforge.codegen.tuned.record import Gain, Hardware
-from embforge.tuner.report.charts import Axis, axis_of, forest, history
-from embforge.tuner.study.decision import Decision, decide
 from embforge.tuner.judge.outcome import KINDS
-from embforge.tuner.report.page import differing, page, show_seconds, write_report
+from embforge.tuner.report.charts import Axis, axis_of, forest, history
 from embforge.tuner.report.data import Comparison, Finals, Report, Trial, finals_of
+from embforge.tuner.report.page import differing, page, show_seconds, write_report
 from embforge.tuner.search.space import Removed
+from embforge.tuner.study.decision import Decision, decide
 
-STYLE = Path(__file__).parent.parent / "templates" / "report" / "style.css"
+STYLE = Path(__file__).parents[3] / "templates" / "report" / "style.css"
 WHY = {"wrong-answer": "output[3, 17] is 0.25 and must be <0.5> & no less", "launch-failed": "SIGSEGV in forward_cpu"}
 
 
@@ -190,7 +190,7 @@ def test_resources_stand_beside_cuda_trials_and_a_cpu_says_that_it_has_none() ->
     cuda, cpu = section(page(sample(40, CudaParams, "cuda")), "trials"), section(page(sample()), "trials")
     fastest = min((t for t in sample(40, CudaParams, "cuda").trials if t.score), key=lambda t: t.score or 0)
     assert f">{fastest.build['resources'][0]['registers']}</td>" in cuda and "9,216 B" in cuda and "75%" in cuda
-    assert "no resource table" in cpu and "20 KB" in cpu and "1.50 s" in cpu
+    assert "no resource table" in cpu and "20.5 kB" in cpu and "1.50 s" in cpu
 
 
 def test_few_trials_say_so_instead_of_importances() -> None:

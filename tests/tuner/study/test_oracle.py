@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 from optuna.storages import InMemoryStorage
+from support.replay_judge import NoBuilder, ReplayJudge
 
 from benchmarks.oracle import run_try
 from benchmarks.oracle_cases import CASES, TRIES, Case, Try, read_oracle
 from embforge.codegen.params import Params, params_from
 from embforge.codegen.tuned.record import Hardware
 from embforge.tuner.judge.outcome import Timed
-from embforge.tuner.study.race import FINALISTS, race
-from support.replay_judge import NoBuilder, ReplayJudge
-from embforge.tuner.study.sampler import sampler_for
 from embforge.tuner.search.space import settle, space_of
+from embforge.tuner.study.race import FINALISTS, race
+from embforge.tuner.study.sampler import sampler_for
 from embforge.tuner.study.study import search
 from embforge.tuner.study.task import Task
 from embforge.tuner.study.trials import Trials

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.replay_judge import Entry, ReplayJudge
 
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.tuner.study.study import race as race_module
-from embforge.tuner.study.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, LEAST_FLOOR, NOISE_LIMIT, decide
 from embforge.tuner.judge.judge import Cache
 from embforge.tuner.judge.outcome import (
     CompileFailed,
@@ -30,8 +29,9 @@ from embforge.tuner.judge.outcome import (
     to_data,
 )
 from embforge.tuner.measure.quiet import QUIET, WINDOW, Clocks, Usage, others_since
+from embforge.tuner.study import race as race_module
+from embforge.tuner.study.decision import ALPHA, DEFAULT, DUPLICATES, LEADER, LEAST_FLOOR, NOISE_LIMIT, decide
 from embforge.tuner.study.race import BLOCK_ROUNDS, HEAT_ROUNDS, Race, RaceError, Racing, race
-from support.replay_judge import Entry, ReplayJudge
 
 SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")
 ALL = [CpuParams(prefetch_bytes=size) for size in (16384, 0, 1024, 4096, 8192)]

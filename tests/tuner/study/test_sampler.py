@@ -12,16 +12,16 @@ import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.replay_judge import NoBuilder, ReplayJudge
+from support.spaces import SPECS, made
 from support.strategies import examples
-from tuner.search.test_space import SPECS, made
 
 from embforge.codegen.machine import host_isa
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
 from embforge.tuner.judge.outcome import CompileFailed, Timed
-from support.replay_judge import NoBuilder, ReplayJudge
-from embforge.tuner.study.sampler import Enumeration, Guided, Sampler, Tried, distributions, sampler_for
 from embforge.tuner.search.space import ENUMERATE_BELOW, Space, decode, encode
+from embforge.tuner.study.sampler import Enumeration, Guided, Sampler, Tried, distributions, sampler_for
 
 WORKLOAD = "uniform,batch=2048"
 

@@ -19,22 +19,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState, create_trial
+from support import replay_judge
+from support.replay_judge import NoBuilder, ReplayJudge
 from support.strategies import examples
 from support.tuner_replays import MEDIUM, SMALL, judge_of, plan_of, run, table_of
 
 from embforge.codegen.build import Built
 from embforge.codegen.params import CpuParams, Params
 from embforge.codegen.plan import Plan
-from support import replay_judge as replay
-from embforge.tuner.study.study import claims
-from embforge.tuner.judge.judge import ledger
-from embforge.tuner.study.study import study
-from embforge.tuner.study.claims import LEASE_SECONDS, Claim
+from embforge.tuner.judge import ledger
 from embforge.tuner.judge.ledger import PHASES, WORK, Ledger, work_share
 from embforge.tuner.judge.outcome import CompileFailed, Outcome, Timed, to_data
-from support.replay_judge import NoBuilder, ReplayJudge
-from embforge.tuner.study.sampler import Sampler, distributions, sampler_for
 from embforge.tuner.search.space import Space, encode
+from embforge.tuner.study import claims, study
+from embforge.tuner.study.claims import LEASE_SECONDS, Claim
+from embforge.tuner.study.sampler import Sampler, distributions, sampler_for
 from embforge.tuner.study.storage import StorageError, open_storage
 from embforge.tuner.study.study import BuildResult, Screened, Screening, SearchEvent, Started
 from embforge.tuner.study.trials import Held, Trials
@@ -499,7 +498,7 @@ def test_a_phase_counts_also_if_it_raises(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_search_keeps_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the judge says it spent is not counted twice, and a trial's own seconds are the ledger's."""
     clock = Clock()
-    for module in (ledger, study, replay):
+    for module in (ledger, study, replay_judge):
         monkeypatch.setattr(module, "time", clock)
 
     class Slow(NoBuilder):

@@ -1,0 +1,95 @@
+"""Any number of ranks train as one does: every kind of plan, pooling and rule, against the unsharded collection."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import ceil
+from typing import Any
+
+import pytest
+from support.sharded.cases import (
+    KINDS,
+    RULES,
+    VARIANTS,
+    by_table,
+    every_format,
+    every_kind,
+    one_kind,
+    variants_of,
+)
+from support.sharded.equal import check
+
+ON_RANKS = {
+    size: [every_kind(rule) for number, rule in enumerate(RULES) if number % 4 + 1 == size] for size in (1, 2, 3, 4)
+}
+"""All rules; each with another number of ranks than its neighbours. `make soak` trains all on all."""
+for _number, _kind in enumerate(KINDS):
+    ON_RANKS[2 + _number % 3].append(replace(one_kind(_kind), steps=5))
+for _size in (2, 3):
+    ON_RANKS[_size].append(by_table())
+
+
+def test_any_two_choices_meet() -> None:
+    """Of kind, pooling with or without weights, rule."""
+    met: set[Any] = set()
+    for rule in RULES:
+        training = every_kind(rule)
+        for feature in training.spec.features:
+            choices = (dict(training.kinds)[feature.table], (feature.pooling, feature.weighted), rule)
+            met |= {(choices[i], choices[j]) for i, j in ((0, 1), (0, 2), (1, 2))}
+    missing = {*product(KINDS, VARIANTS), *product(KINDS, RULES), *product(VARIANTS, RULES)} - met
+    assert not missing, f"nowhere together: {sorted(missing, key=str)}"
+
+
+def test_they_meet_however_many_variants_there_are() -> None:
+    for count in range(1, 4 * len(VARIANTS)):
+        variants: list[Any] = [("sum", number) for number in range(count)]
+        met: set[Any] = set()
+        for rule, kind in product(RULES, KINDS):
+            taken = variants_of(rule, kind, variants)
+            assert 1 <= len(taken) <= ceil(count / len(KINDS))
+            met |= {*product(taken, (rule, kind))}
+        missing = {*product(variants, (*RULES, *KINDS))} - met
+        assert not missing, f"of {count} variants, nowhere together: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("size", ON_RANKS)
+def test_ranks_train_as_one(size: int) -> None:
+    check(ON_RANKS[size], size)
+
+
+def test_compiled_kernels_train_as_one() -> None:
+    """The kernels of the CPU on two ranks: rows one by one and pooled, by a rule that needs whole rows."""
+    kinds = (("t0", "modulo"), ("t1", "column_wise"))
+    check([replace(one_kind("modulo", "rowwise_adagrad"), kinds=kinds)], 2, backend="cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_tables_of_every_format_train_as_one(backend: str) -> None:
+    check([every_format()], 2, backend=backend)
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "lamb"])
+def test_columns_on_unequal_numbers_of_ranks_train_as_one(rule: str) -> None:
+    """A grid of two pieces on three ranks: one lies on two of them, the other on one, and the rules need whole rows."""
+    check([one_kind("grid", rule)], 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", ON_RANKS)
+def test_every_rule_on_any_number_of_ranks(size: int) -> None:
+    check([*map(every_kind, RULES), *map(one_kind, KINDS)], size)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", ON_RANKS)
+def test_compiled_kernels_train_all_as_one(size: int) -> None:
+    check(ON_RANKS[size], size, backend="cpu")
+
+
+@pytest.mark.soak
+def test_emulated_gpus_train_as_one() -> None:
+    """The CUDA kernels, run by the emulator, exchanging with gloo."""
+    kinds = (("t0", "modulo"), ("t1", "column_wise"))
+    check([replace(one_kind("modulo"), kinds=kinds, steps=3)], 2, backend="simt")

@@ -1,0 +1,32 @@
+"""Sharded modules with remapped tables: every rank turns its ids into rows before they travel."""
+
+from __future__ import annotations
+
+import pytest
+from support.sharded import remap_ranks as work
+from support.sharded.ranks import run_ranks
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "cpu"), (3, "reference")])
+def test_results_and_training_are_those_of_rows(size: int, backend: str) -> None:
+    for found in run_ranks(size, work.same_as_rows, backend):
+        assert found == {"results": True, "rows": True}
+
+
+def test_state_and_mistakes() -> None:
+    for rank, found in enumerate(run_ranks(2, work.state_and_mistakes)):
+        assert "which rows its 21 ids have is not known yet" in found["unknown entries"]
+        assert found["keys"] == [f"tables.{name}.remap.entries" for name in ("copied", "rows", "whole")]
+        assert found["loaded"]
+        assert "tables.rows.remap.entries: remap of table 'rows': entry 0 is 99; allowed" in found["bad load"]
+        assert found["untouched"]
+        assert found["buffers"] == []  # DistributedDataParallel would send them in every step
+        assert ("remap: got list" if rank else "its arguments were refused") in found["a list"]
+        assert found["unchanged"]
+        assert found["unknown id"].startswith(
+            "IndexError: rank 1: feature 'sum': id -5 of sample 0, position 0 is not an"
+        )
+        assert "remap: ranks differ" in found["others"]
+        assert ("shape (20,); allowed: (21,)" if rank else "its arguments were refused") in found["refused"]
+        assert "table 't': remap=9 is not allowed here, where tables of one width are one" in found["fused"]
+        assert found["plan"]

@@ -22,7 +22,7 @@ HELD_OUT = 1 << 40
 
 
 class Batch(NamedTuple):
-    """Samples side by side: `numbers` [B, 13], `ids` [26, B], `labels` [B]."""
+    """A batch of samples: `numbers` [B, 13], `ids` [26, B], `labels` [B]."""
 
     numbers: Tensor
     ids: Tensor
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CriteoLike:
-    """Batches by number: the same seed and number give the same batch on every rank, whoever asks for it.
+    """Random batches by number: the same seed and number give the same batch on every rank.
 
     Labels are drawn from a hidden model: every number has a factor, every category an effect, and a few pairs of
     columns
@@ -55,7 +55,7 @@ class CriteoLike:
         object.__setattr__(self, "_factors", 0.25 * torch.randn(NUMBERS, generator=generator))
         object.__setattr__(self, "_effects", [0.3 * torch.randn(rows, generator=generator) for rows in self.rows])
         object.__setattr__(self, "_tastes", [torch.randn(rows, generator=generator) for rows in self.rows])
-        # Frequent values lie anywhere in a table.
+        # Frequent values are scattered over the table.
         object.__setattr__(self, "_places", [torch.randperm(rows, generator=generator) for rows in self.rows])
 
     @classmethod
@@ -65,7 +65,7 @@ class CriteoLike:
 
     def batch(self, number: int, size: int) -> Batch:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
-        numbers = torch.randn(size, NUMBERS, generator=generator).exp().log1p()  # counts, as everybody squashes them
+        numbers = torch.randn(size, NUMBERS, generator=generator).exp().log1p()  # counts, with the usual logarithm
         ids = torch.stack([self._drawn(column, size, generator) for column in range(len(self.rows))])
         clicked = torch.rand(size, generator=generator) < torch.sigmoid(self._logits(numbers, ids))
         return Batch(numbers, ids, clicked.float())

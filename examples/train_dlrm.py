@@ -4,11 +4,9 @@
     torchrun --nproc-per-node 2 examples/train_dlrm.py --steps 200                    # two, on the CPU with gloo
     torchrun --nproc-per-node 8 examples/train_dlrm.py --device cuda --plan auto      # eight GPUs with NCCL
 
-Dense layers are replicas under DistributedDataParallel; each of the 26 tables lies where the plan puts it.
-`--batch-size` is
-of all ranks together, so the number of ranks changes how fast the model trains and nothing else: same seed, same
-curves but
-for rounding. Writes `metrics.jsonl` and `curves.svg` into `--out`.
+Dense layers are replicas under DistributedDataParallel; each of the 26 tables is on the ranks that the plan says.
+`--batch-size` counts the samples of all ranks together, so the number of ranks changes only how fast the model trains:
+the same seed gives the same curves except for rounding. Writes `metrics.jsonl` and `curves.svg` into `--out`.
 """
 
 from __future__ import annotations
@@ -41,21 +39,24 @@ FORMATS = ("fp32", "fp16", "bf16", "fp8", "int8")
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a DLRM with sharded tables on synthetic Criteo-shaped data.")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch-size", type=int, default=2048, help="samples a step, of all ranks together")
+    parser.add_argument("--batch-size", type=int, default=2048, help="samples per step, over all ranks together")
     parser.add_argument("--plan", choices=PLANS, default="auto")
-    parser.add_argument("--topology", help="of --plan auto (default: laptop on CPUs, h100x8 on GPUs)")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="RowwiseAdagrad", help="of the tables")
-    parser.add_argument("--lr", type=float, default=0.01, help="of the tables")
-    parser.add_argument("--dense-lr", type=float, default=1e-3, help="of the dense layers (Adam)")
+    parser.add_argument("--topology", help="machines for --plan auto (default: laptop on CPUs, h100x8 on GPUs)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="RowwiseAdagrad", help="optimizer of the tables")
+    parser.add_argument("--lr", type=float, default=0.01, help="learning rate of the tables")
+    parser.add_argument("--dense-lr", type=float, default=1e-3, help="learning rate of the dense layers (Adam)")
     parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--max-rows", type=int, default=50_000, help="larger tables are cut to so many rows")
+    parser.add_argument("--max-rows", type=int, default=50_000, help="most rows per table; larger ones are cut")
     parser.add_argument(
-        "--formats", default="", metavar="FORWARD[,BACKWARD]", help=f"on the wire: {', '.join(FORMATS)}"
+        "--formats",
+        default="",
+        metavar="FORWARD[,BACKWARD]",
+        help=f"number formats of vectors and gradients between ranks: {', '.join(FORMATS)}",
     )
     parser.add_argument("--prefetch", action="store_true", help="exchange the next batch's ids while this one computes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eval-every", type=int, default=20, help="steps")
+    parser.add_argument("--eval-every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--eval-batches", type=int, default=8, help="held-out batches of --batch-size")
     parser.add_argument("--out", type=Path, default=Path("runs/dlrm"))
     args = parser.parse_args(words)
@@ -65,7 +66,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 class Dense(nn.Module):
-    """All of a DLRM but the tables: numbers by an MLP, dot products of all pairs of vectors, an MLP on top."""
+    """A DLRM without its tables: an MLP for the numbers, dot products of all pairs of vectors, an MLP on top."""
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ class Trainer:
         return binary_cross_entropy_with_logits(logits, labels).item(), auc(logits, labels)
 
     def over_ranks(self, value: Any) -> list[Any]:
-        """A value of every rank."""
+        """Gathers a value from every rank."""
         found = [value] * self.ranks
         if self.ranks > 1:
             dist.all_gather_object(found, value)
@@ -177,7 +178,7 @@ class Trainer:
 
 
 def ids_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Ids of all features, feature-major, one a bag; and where the bags end."""
+    """The ids of all features, feature-major with one id per bag, and the offsets of the bags."""
     values = batch.ids.reshape(-1)
     return values, torch.arange(values.numel() + 1, device=values.device)
 
@@ -233,7 +234,7 @@ def write(args: argparse.Namespace, title: str, records: list[dict[str, Any]]) -
         "AUC, held out": {"AUC": line("auc")},
         "samples/s, all ranks": {"samples/s": line("samples_per_s")},
     }
-    subtitle = f"{args.batch_size} samples a step, dim {args.dim}, {args.device}, seed {args.seed}"
+    subtitle = f"{args.batch_size} samples per step, dim {args.dim}, {args.device}, seed {args.seed}"
     (args.out / "curves.svg").write_text(draw(title, subtitle, panels, records[-1].get("bytes_per_step", {})))
     print(f"wrote {args.out / 'metrics.jsonl'} and {args.out / 'curves.svg'}")
 

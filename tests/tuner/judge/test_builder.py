@@ -186,19 +186,36 @@ def test_a_disk_that_cannot_be_written_fails_no_plan(
 
 
 @pytest.fixture
-def busy(compiler: Callable[[str], Path]) -> Iterator[tuple[Builder, int]]:
-    """A builder whose compiler goes on until a file appears, and the compiler's process."""
-    file = compiler('while [ ! -e "$(dirname $0)/enough" ]; do sleep 0.05; done')
+def gate(tmp_path: Path) -> Iterator[Callable[[], object]]:
+    """A named pipe that compilers wait at, and a function that lets one of them through.
+
+    A loop of `sleep` would start processes by vfork, and a shell that is stopped between vfork and exec is not in the
+    state T but in D for as long as the pause lasts.
+    """
+    pipe = tmp_path / "gate"
+    os.mkfifo(pipe)
+    handle = os.open(pipe, os.O_RDWR)  # with both ends open, neither side waits for the other to open its end
+    yield lambda: os.write(handle, b"\n")
+    os.close(handle)
+
+
+WAIT_AT_GATE = 'read line < "${0%/*}/gate"'
+
+
+@pytest.fixture
+def busy(compiler: Callable[[str], Path], gate: object) -> Iterator[tuple[Builder, int]]:
+    """A builder whose compiler waits at the gate, and the compiler's process."""
+    file = compiler(WAIT_AT_GATE)
     with Builder(1) as builder:
         builder.submit(BAD)
         yield builder, pid_in(file)
 
 
-def test_compilers_stand_still_during_a_pause(busy: tuple[Builder, int], tmp_path: Path) -> None:
+def test_compilers_stand_still_during_a_pause(busy: tuple[Builder, int], gate: Callable[[], object]) -> None:
     builder, process = busy
     with builder.paused():
         eventually(lambda: state_of(process) == "T")
-        (tmp_path / "enough").touch()
+        gate()
         assert builder.done(0.2) is None
         assert state_of(process) == "T"
         running = builder._clock.running()
@@ -208,21 +225,21 @@ def test_compilers_stand_still_during_a_pause(busy: tuple[Builder, int], tmp_pat
     assert isinstance(done[1], Built)
 
 
-def test_a_pause_ends_if_what_is_timed_raises(busy: tuple[Builder, int], tmp_path: Path) -> None:
+def test_a_pause_ends_if_what_is_timed_raises(busy: tuple[Builder, int], gate: Callable[[], object]) -> None:
     builder, process = busy
     with pytest.raises(KeyboardInterrupt), builder.paused():
         raise KeyboardInterrupt
     eventually(lambda: state_of(process) != "T")
-    (tmp_path / "enough").touch()
+    gate()
     assert builder.done(LONG_ENOUGH) is not None
 
 
-def test_a_builder_that_need_not_pause_does_not(compiler: Callable[[str], Path], tmp_path: Path) -> None:
-    file = compiler('while [ ! -e "$(dirname $0)/enough" ]; do sleep 0.05; done')
+def test_a_builder_that_need_not_pause_does_not(compiler: Callable[[str], Path], gate: Callable[[], object]) -> None:
+    file = compiler(WAIT_AT_GATE)
     with Builder(1, pausable=False) as builder, builder.paused():
         builder.submit(BAD)
         pid_in(file)
-        (tmp_path / "enough").touch()
+        gate()
         assert builder.done(LONG_ENOUGH) is not None
 
 

@@ -1,1 +1,1 @@
-"""Kernels beside their peers and beside the limit of the machine: lookups and training steps."""
+"""Benchmarks that compare our lookups and training steps with other libraries and with the limits of the machine."""

@@ -1,4 +1,4 @@
-"""`embforge bench`: a spec's lookup timed beside the libraries people use today and beside the machine's limit."""
+"""`embforge bench`: times a spec's lookup, the same lookup by other libraries, and the machine's limit."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from embforge.tuner.workload.workload import Batch, Workload, make_batch, parse
 MIN_BATCHES = 4
 MAX_BATCHES = 64
 CACHES_TO_PASS = 4
-"""Rows of all batches together are this many last-level caches, where the tables are that large."""
+"""All batches together read rows of this many times the last-level cache's size, if the tables are that large."""
 SWEEP_SHARE = 0.15
-"""Part of the time that goes into finding the limit's best prefetch."""
+"""Share of the time that is spent on finding the limit's best prefetch."""
 
 TOLERANCE = {torch_dtype(name): max(2e-5, 2.08 * FLOATS[name].resolution) for name in OUTPUT_DTYPES}
-"""Largest difference between two libraries' results that are rounded to that type, relative to the largest number in
-them: of two types the coarser decides, feature by feature."""
+"""By the type that results are rounded to: the largest difference that two libraries' results may have, relative to the
+largest number in them. If their types differ, the larger tolerance holds."""
 
 
-class Noted(Contender, Protocol):
-    """A contender that says how it is called."""
+class NotedContender(Contender, Protocol):
+    """A contender with a note for people: how the library is called."""
 
     @property
     def note(self) -> str: ...
 
 
 class Subject(NamedTuple):
-    """What is timed: a spec under a workload on a target, by these batches."""
+    """What is timed: a spec under a workload on a target, with these batches."""
 
     spec: CollectionSpec
     workload: str
@@ -75,8 +75,8 @@ def bench_spec(
 ) -> BenchReport:
     """Times the spec's lookup for about `seconds`, interleaved with the peers in `against` and the gather limit.
 
-    A peer that is not installed or cannot serve the spec is in the report's `skipped`. `ToolchainError` if `on`
-    is "cuda" and there is none; `WorkloadError` for a workload string that cannot be read.
+    A peer that is not installed or cannot look up the spec is in the report's `skipped`. `ToolchainError` if `on` is
+    "cuda" and no CUDA device is usable; `WorkloadError` for a workload string that cannot be read.
     """
     check_device(on)
     workload = parse(workload) if isinstance(workload, str) else workload or Workload()
@@ -93,7 +93,7 @@ def bench_spec(
             except PeerUnavailableError as error:
                 skipped[name] = str(error)
         differences, disagreeing = compare(peers, batches[:2])
-        contenders: list[Noted] = [*peers]
+        contenders: list[NotedContender] = [*peers]
         if limit and target_named(on).is_native:
             contenders.append(gather_limit(spec, tables_of(spec, module)).best(batches, seconds * SWEEP_SHARE))
         return timed(
@@ -107,14 +107,16 @@ def bench_spec(
         )
 
 
-def timed(subject: Subject, contenders: Sequence[Noted], *, seconds: float, seed: int, **found: Any) -> BenchReport:
-    """Times the contenders, interleaved, and reports; `found` is what the report says of them beside times."""
+def timed(
+    subject: Subject, contenders: Sequence[NotedContender], *, seconds: float, seed: int, **fields: Any
+) -> BenchReport:
+    """Times the contenders, interleaved. `fields` are the fields of the report that do not follow from the times."""
     spec, batches = subject.spec, subject.batches
     synchronize = torch.cuda.synchronize if target_named(subject.on).needs_gpu else lambda: None
     clocks = Clocks.now()
-    taken = measure(contenders, batches, seconds=seconds, seed=seed, synchronize=synchronize)
+    measurement = measure(contenders, batches, seconds=seconds, seed=seed, synchronize=synchronize)
     others = others_since(clocks)
-    over_ours = {name for name in taken.samples if OURS in taken.samples} - {OURS}
+    compared = {name for name in measurement.samples if OURS in measurement.samples} - {OURS}
     return BenchReport(
         spec=spec.name or "collection",
         workload=subject.workload,
@@ -123,24 +125,26 @@ def timed(subject: Subject, contenders: Sequence[Noted], *, seconds: float, seed
         ids=sum(b.values.size for b in batches) // len(batches),
         row_bytes=sum(row_bytes(spec, b) for b in batches) // len(batches),
         table_bytes=table_bytes(spec),
-        timings=timings_of(taken, {c.name: c.note for c in contenders}),
-        ratios={name: taken.ratio(name, OURS) for name in PEERS if name in over_ours},
-        limit_share=taken.ratio(LIMIT, OURS) if LIMIT in over_ours else None,
-        both_share=taken.ratio([LIMIT, GATHER_LIMIT], OURS) if GATHER_LIMIT in over_ours else None,
+        timings=timings_of(measurement, {c.name: c.note for c in contenders}),
+        ratios={name: measurement.ratio(name, OURS) for name in PEERS if name in compared},
+        limit_share=measurement.ratio(LIMIT, OURS) if LIMIT in compared else None,
+        both_share=measurement.ratio([LIMIT, GATHER_LIMIT], OURS) if GATHER_LIMIT in compared else None,
         others=others,
         machine=machine_facts(),
-        **found,
+        **fields,
     )
 
 
 def check_device(on: str) -> None:
-    """`ToolchainError` if `on` is "cuda" and there is none."""
+    """Raises `ToolchainError` if `on` is "cuda" and no CUDA device is usable."""
     if target_named(on).needs_gpu and not torch.cuda.is_available():
-        raise ToolchainError("bench --on cuda needs a CUDA device and a torch built for it; none is here; use --on cpu")
+        raise ToolchainError(
+            "bench --on cuda needs a CUDA device and a torch built for it; torch finds none; use --on cpu"
+        )
 
 
 def filled_module(spec: CollectionSpec, **options: Any) -> EmbeddingCollection:
-    """A module whose rows are those that the peers have."""
+    """A module with the same rows as the peers: every table is filled by `fill_table`."""
     module = EmbeddingCollection(spec, **options)
     for index, table in enumerate(spec.tables):
         fill_table(module.weight(table.name).data, index)
@@ -148,16 +152,16 @@ def filled_module(spec: CollectionSpec, **options: Any) -> EmbeddingCollection:
 
 
 def tables_of(spec: CollectionSpec, module: EmbeddingCollection | None) -> list[Tensor]:
-    """Our own tables for the limit to read; without us, a module's that nobody calls."""
+    """The tables that a limit reads: those of the module under test, or of a new module if None is passed."""
     module = module or filled_module(spec)
     return [module.weight(table.name).data for table in spec.tables]
 
 
 def enough_batches(spec: CollectionSpec, workload: Workload, seed: int) -> list[Batch]:
-    """Enough batches that rotating through them does not turn a large table into a cached one."""
+    """Batches to rotate through: so many that a large table's rows do not stay in the caches."""
     first = make_batch(spec, workload, seed)
-    to_pass = min(CACHES_TO_PASS * last_level_cache_bytes(), table_bytes(spec))
-    wanted = math.ceil(to_pass / max(1, row_bytes(spec, first)))
+    bytes_to_read = min(CACHES_TO_PASS * last_level_cache_bytes(), table_bytes(spec))
+    wanted = math.ceil(bytes_to_read / max(1, row_bytes(spec, first)))
     count = min(max(wanted, MIN_BATCHES), MAX_BATCHES)
     return [first, *(make_batch(spec, workload, seed + index) for index in range(1, count))]
 
@@ -166,21 +170,21 @@ def row_bytes(spec: CollectionSpec, batch: Batch) -> int:
     """Bytes of rows that a lookup of the batch reads."""
     layout = layout_of(spec)
     total = 0
-    for placed in layout.features:
-        where = batch.feature(placed.index)
-        total += (where.stop - where.start) * layout.tables[placed.table_index].row_bytes
+    for feature in layout.features:
+        where = batch.feature(feature.index)
+        total += (where.stop - where.start) * layout.tables[feature.table_index].row_bytes
     return total
 
 
 def table_bytes(spec: CollectionSpec) -> int:
-    """Bytes of all tables."""
+    """Bytes of all tables together, padding included."""
     return sum(t.table.num_embeddings * t.stride_bytes for t in layout_of(spec).tables)
 
 
 def our_contender(module: EmbeddingCollection, device: str) -> Peer:
-    """A module's lookup."""
+    """Our lookup as a contender."""
     pooled = not module.layout.sequence_features
-    widths = [placed.width for placed in module.layout.features]
+    widths = [feature.width for feature in module.layout.features]
 
     def prepare(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         return input_of(batch, device)[:3]
@@ -195,7 +199,8 @@ def our_contender(module: EmbeddingCollection, device: str) -> Peer:
 
 
 def compare(contenders: Sequence[Peer], batches: Sequence[Batch]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Every contender's largest relative difference from the first, and who differs more than rounding explains."""
+    """The largest relative difference of each contender from the first one, and the names of those whose difference is
+    larger than rounding explains."""
     differences = {peer.name: 0.0 for peer in contenders[1:]}
     disagreeing: list[str] = []
     for batch in batches:
@@ -211,6 +216,6 @@ def compare(contenders: Sequence[Peer], batches: Sequence[Batch]) -> tuple[dict[
                 difference = float((ours.float() - theirs.float()).abs().max()) / scale if ours.numel() else 0.0
                 allowed = max(TOLERANCE[dtype] for dtype in rounded_to)
                 differences[peer.name] = max(differences[peer.name], difference)
-                if not difference <= allowed and peer.name not in disagreeing:  # a NaN is a difference
+                if not difference <= allowed and peer.name not in disagreeing:  # written so that NaN disagrees
                     disagreeing.append(peer.name)
     return differences, tuple(disagreeing)

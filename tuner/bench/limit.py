@@ -1,8 +1,8 @@
-"""How fast the machine can move the rows of a batch at all: one frame for every such limit, and the gather limit.
+"""The machine's limits: how fast the rows of a batch can be moved at all. What limits share, and the gather limit.
 
-A limit is a contender like any other: a bare loop, compiled as our kernels are, over the very tables of the module
-under test, on torch's thread pool. `templates/cpu/limits/gather_limit.cpp.j2` reads the rows that a lookup reads and
-only XORs them; the update limit of a training step is in `tuner/bench/update_limit.py`.
+A limit is timed like the other contenders. It is a loop that does as little as possible, compiled as our kernels are,
+over the tables of the module under test, on torch's thread pool. `templates/cpu/limits/gather_limit.cpp.j2` reads the
+rows that a lookup reads and only XORs them; the update limit of a training step is in `tuner/bench/update_limit.py`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from embforge.tuner.workload.workload import Batch
 
 TEMPLATE = "cpu/limits/gather_limit.cpp.j2"
 DISTANCES = (0, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Bytes of rows requested ahead that the sweep tries, into the first and into the second cache."""
+"""Prefetch distances that the sweep tries, in bytes of rows; each into the first and into the second cache level."""
 SERIAL_IDS = 20_000
-"""Batches of more ids are not tried on one thread."""
+"""Batches with more ids than this are not tried on one thread."""
 
 Kernel = Callable[..., int]
 
 
 class Work(NamedTuple):
-    """A batch as a limit's kernel takes it: two arrays and a number."""
+    """A batch as a limit's kernel takes it: two arrays and a number, whose meaning is the kernel's."""
 
     first: Tensor
     second: Tensor
@@ -49,20 +49,20 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """Touches a batch's rows in a bare loop. `run` returns what its kernel returns."""
+    """A contender that only reads or changes the rows of a batch. `run` returns what its kernel returns."""
 
     name: str
     what: str
-    """What is done to the rows."""
+    """What is done with the rows, for people."""
     kernel: Kernel
     metadata: Tensor
     tables: tuple[Tensor, ...]
-    """Keeps alive what `metadata` points to."""
+    """The tables that `metadata` points to, kept alive."""
     prepare: Callable[[Batch], Work]
     ahead_bytes: int = 4096
     level: int = 2
     serial: bool = False
-    """On the calling thread alone: a few rows are read sooner than another thread wakes up."""
+    """Whether only the calling thread works: a few rows are read sooner than another thread wakes up."""
 
     def run(self, work: Work) -> int:
         return self.kernel(
@@ -77,20 +77,20 @@ class Limit:
         )
 
     def best(self, batches: Sequence[Batch], seconds: float) -> Limit:
-        """The fastest on these batches of all prefetch distances and levels, and of one thread where ids are few."""
-        tried = [
+        """The fastest variant on these batches: all prefetch distances and levels, and one thread if ids are few."""
+        variants = [
             replace(self, ahead_bytes=distance, level=level, serial=serial)
             for distance in DISTANCES
             for level in (1, 2)
             for serial in (False, True)
             if (distance or level == 1) and not (serial and batches[0].values.size > SERIAL_IDS)
         ]
-        times = measure([replace(limit, name=limit.note) for limit in tried], batches, seconds=seconds)
-        return min(tried, key=lambda limit: times.median(limit.note))
+        times = measure([replace(limit, name=limit.note) for limit in variants], batches, seconds=seconds)
+        return min(variants, key=lambda limit: times.median(limit.note))
 
     @property
     def note(self) -> str:
-        """What is done to the rows, and how."""
+        """What is done with the rows, how far ahead they are prefetched, and whether by one thread."""
         prefetch = f"{self.ahead_bytes} bytes ahead into L{self.level}" if self.ahead_bytes else "no prefetch"
         return f"{self.what}, {prefetch}" + (", one thread" if self.serial else "")
 
@@ -98,10 +98,10 @@ class Limit:
 def gather_limit(spec: CollectionSpec, tables: Sequence[Tensor], id_dtype: str = "int64", name: str = "limit") -> Limit:
     """The limit of a lookup; `run` returns the XOR of the rows' 64-bit words (rows padded with zeros).
 
-    `tables`: one a table of the spec, with the layout's row stride. `ToolchainError` without a compiler.
+    `tables` has one tensor per table of the spec, with the layout's row stride. `ToolchainError` without a compiler.
     """
     kernel = compiled(spec, "gather_limit", source_of(spec, id_dtype), id_dtype)
-    return Limit(name, "XOR of rows", kernel, metadata_of(spec, tables), tuple(tables), _bags)
+    return Limit(name, "XOR of rows", kernel, metadata_of(spec, tables), tuple(tables), _gather_work)
 
 
 def source_of(spec: CollectionSpec, id_dtype: str = "int64") -> str:
@@ -109,19 +109,19 @@ def source_of(spec: CollectionSpec, id_dtype: str = "int64") -> str:
     layout = layout_of(spec)
     features = [
         {
-            "name": placed.feature.name,
-            "table": placed.table_index,
-            "row_bytes": layout.tables[placed.table_index].row_bytes,
-            "stride_bytes": layout.tables[placed.table_index].stride_bytes,
+            "name": feature.feature.name,
+            "table": feature.table_index,
+            "row_bytes": layout.tables[feature.table_index].row_bytes,
+            "stride_bytes": layout.tables[feature.table_index].stride_bytes,
         }
-        for placed in layout.features
+        for feature in layout.features
     ]
     facts = {"features": features, "id_type": DTYPES[id_dtype].c_type}
     return render(TEMPLATE, {**common_facts(spec), **facts})
 
 
 def common_facts(spec: CollectionSpec) -> dict[str, Any]:
-    """What the template of any limit is told."""
+    """The facts that the templates of all limits take."""
     return {
         "name": spec.name or "collection",
         "records": records_of(arguments_of("cpu", "forward")),
@@ -130,19 +130,19 @@ def common_facts(spec: CollectionSpec) -> dict[str, Any]:
 
 
 def metadata_of(spec: CollectionSpec, tables: Sequence[Tensor]) -> Tensor:
-    """Where the tables lie. `ValueError` for one that is not laid out as the spec's kernels expect."""
-    for placed, table in zip(layout_of(spec).tables, tables, strict=True):
-        if table.stride() != (placed.stride_elements, 1):
+    """Each table's address and number of rows. `ValueError` for a table whose strides are not those of its layout."""
+    for layout, table in zip(layout_of(spec).tables, tables, strict=True):
+        if table.stride() != (layout.stride_elements, 1):
             raise ValueError(
-                f"table {placed.table.name!r} has strides {table.stride()}, "
-                f"its layout needs {(placed.stride_elements, 1)}"
+                f"table {layout.table.name!r} has strides {table.stride()}, "
+                f"its layout needs {(layout.stride_elements, 1)}; pass the weight of a module of this spec"
             )
     return torch.tensor([(t.data_ptr(), t.shape[0]) for t in tables], dtype=torch.int64)
 
 
 def compiled(spec: CollectionSpec, symbol: str, source: str, id_dtype: str = "int64") -> Kernel:
     """The function `symbol` of a limit's source, from the cache if it was compiled before."""
-    # The forward plan lends its compiler and flags: the limit gets the instruction set that the kernels get.
+    # Compiled as a forward kernel is: with the same compiler, flags and instruction set.
     plan = Plan("forward", "cpu", host_isa(), id_dtype, spec, CpuParams())
     target = target_named(plan.target)
     recipe = cache.Recipe(
@@ -162,5 +162,5 @@ def compiled(spec: CollectionSpec, symbol: str, source: str, id_dtype: str = "in
     return kernel
 
 
-def _bags(batch: Batch) -> Work:
+def _gather_work(batch: Batch) -> Work:
     return Work(torch.from_numpy(batch.values), torch.from_numpy(batch.offsets), batch.size)

@@ -1,7 +1,8 @@
-"""The libraries people use today, each called in the fastest sane way, as contenders.
+"""Contenders for lookups: the usual libraries, each called in its fastest reasonable way.
 
-Every peer gets its tables filled by `fill_table`, so that outputs can be compared, and its input in the form it
-likes best: the torch loop gets each feature's ids and offsets ready cut, FBGEMM gets both its modules tried.
+The tables of every peer are filled by `fill_table`, so that outputs can be compared. A peer's input is prepared, before
+the clock starts, in the form that it takes: the torch loop gets the ids and offsets of each feature as tensors of their
+own. FBGEMM has two modules that look up; the faster one is the peer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PeerUnavailableError(EmbforgeError):
 
 
 def peer_named(name: str, spec: CollectionSpec, batches: Sequence[Batch], device: str = "cpu") -> Peer:
-    """The peer for a spec, ready to run. `PeerUnavailableError` if it cannot serve the spec or is not installed."""
+    """The peer for a spec, ready to run. `PeerUnavailableError` if it cannot look up the spec or is not installed."""
     if name == "torch":
         return torch_peer(spec, device)
     if name == "fbgemm":
@@ -46,7 +47,7 @@ def peer_named(name: str, spec: CollectionSpec, batches: Sequence[Batch], device
 
 @torch.no_grad()
 def fill_table(rows: Tensor, seed: int) -> None:
-    """Fills `[V, D]` with numbers in +-1, the same for equal seeds, at the speed of a copy."""
+    """Fills `rows` (`[V, D]`) with numbers in [-1, 1), the same for equal seeds, at the speed of a copy."""
     generator = torch.Generator().manual_seed(seed)
     block = torch.rand(min(FILL_ROWS, rows.shape[0]), rows.shape[1], generator=generator).mul_(2).sub_(1)
     block = block.to(rows.dtype).to(rows.device)
@@ -64,33 +65,34 @@ class Peer:
     prepare: Callable[[Batch], Any]
     run: Callable[[Any], Any]
     outputs: Callable[[Any], list[Tensor]]
-    """What `run` returned as one tensor a feature, in the spec's order."""
+    """Turns what `run` returned into one tensor per feature, in the spec's order."""
     rounded_to: tuple[torch.dtype, ...]
-    """The type to which the library rounds each feature's results; a tensor that joins several may have a wider one."""
+    """For each feature: the type to which the library rounds its results. A tensor that joins the results of several
+    features may have a wider type."""
 
 
 def torch_peer(spec: CollectionSpec, device: str = "cpu") -> Peer:
-    """One nn.EmbeddingBag a feature in a loop, results concatenated; nn.Embedding for pooling 'none'."""
+    """One nn.EmbeddingBag per feature in a loop, results concatenated; nn.Embedding for pooling 'none'."""
     check_torch(spec)
     weights = {t.name: filled_rows(spec, index, device) for index, t in enumerate(spec.tables)}
     modules = [torch_module(feature, weights[feature.table]) for feature in spec.features]
     pooled = all(f.kind.pooled for f in spec.features)
 
     def prepare(batch: Batch) -> list[tuple[nn.Module, tuple[Tensor, ...]]]:
-        cut = [torch_arguments(spec, batch, index, device) for index in range(len(spec.features))]
-        return list(zip(modules, cut, strict=True))
+        arguments = [torch_arguments(spec, batch, index, device) for index in range(len(spec.features))]
+        return list(zip(modules, arguments, strict=True))
 
     def run(calls: list[tuple[nn.Module, tuple[Tensor, ...]]]) -> Any:
         results = [module(*arguments) for module, arguments in calls]
         return torch.cat(results, 1) if pooled and len(results) > 1 else results
 
-    note = "nn.EmbeddingBag a feature, then cat" if len(modules) > 1 else f"nn.{type(modules[0]).__name__}"
+    note = "one nn.EmbeddingBag per feature, then cat" if len(modules) > 1 else f"nn.{type(modules[0]).__name__}"
     rounded_to = tuple(weights[feature.table].dtype for feature in spec.features)
     return Peer("torch", note, prepare, run, lambda result: _columns(spec, result), rounded_to)
 
 
 def check_torch(spec: CollectionSpec) -> None:
-    """`PeerUnavailableError` for what torch's modules cannot look up."""
+    """Raises `PeerUnavailableError` if torch's modules cannot look up the spec."""
     for feature in spec.features:
         dtype = spec.table(feature.table).dtype
         if feature.pooling not in TORCH_POOLINGS:
@@ -102,7 +104,7 @@ def check_torch(spec: CollectionSpec) -> None:
 
 
 def fbgemm_peer(spec: CollectionSpec, batches: Sequence[Batch], device: str = "cpu") -> Peer:
-    """FBGEMM's table-batched embeddings: the training module or the inference module, whichever is faster here."""
+    """FBGEMM's table-batched embeddings: the training module or the inference module, whichever is faster."""
     check_fbgemm(spec)
     training = fbgemm_training_module(spec, device, "EXACT_SGD")
     kinds = [_fbgemm_contender(spec, "training TBE, no bounds check", training, device)]
@@ -120,12 +122,12 @@ def _renamed(peer: Peer, name: str) -> Contender:
 
 
 def output_types(spec: CollectionSpec) -> tuple[torch.dtype, ...]:
-    """The type of each feature's results where all have the spec's."""
+    """The type of each feature's results, for a library that rounds all of them to the spec's output type."""
     return (getattr(torch, DTYPES[spec.output_dtype].torch_name),) * len(spec.features)
 
 
 def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
-    """A table of the spec with the rows of `fill_table`."""
+    """The rows of table `index` of the spec, filled by `fill_table`."""
     table = spec.tables[index]
     dtype = getattr(torch, DTYPES[table.dtype].torch_name)
     rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype, device=device)
@@ -135,7 +137,7 @@ def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
 
 def torch_module(feature: FeatureSpec, weight: Tensor, **options: Any) -> nn.Module:
     """nn.EmbeddingBag for a feature, or nn.Embedding for pooling 'none'."""
-    # torch takes -1 for the last row. Other ids outside of the table occur in no workload.
+    # torch reads padding_idx=-1 as the last row. Other ids outside of the table occur in no workload.
     options["padding_idx"] = feature.padding_idx if feature.padding_idx in range(len(weight)) else None
     if feature.kind.shape is Shape.SEQUENCE:
         module: nn.Module = nn.Embedding.from_pretrained(weight, **options)
@@ -145,14 +147,14 @@ def torch_module(feature: FeatureSpec, weight: Tensor, **options: Any) -> nn.Mod
 
 
 def torch_arguments(spec: CollectionSpec, batch: Batch, index: int, device: str) -> tuple[Tensor, ...]:
-    """One feature's part of a batch, as its torch module takes it."""
+    """One feature's ids (and offsets and weights) of a batch, as its torch module takes them."""
     feature, where = spec.features[index], batch.feature(index)
-    # Copies, as a loop's user holds them: views into the joint tensors would start at odd addresses.
+    # Copies, because users of such a loop have one tensor per feature; views into the joint tensors may be unaligned.
     ids = torch.from_numpy(batch.values[where].copy()).to(device)
     if feature.kind.shape is Shape.SEQUENCE:
         return (ids,)
-    borders = batch.offsets[index * batch.size : (index + 1) * batch.size] - where.start
-    offsets = torch.from_numpy(borders).to(device)
+    starts = batch.offsets[index * batch.size : (index + 1) * batch.size] - where.start
+    offsets = torch.from_numpy(starts).to(device)
     if not feature.weighted or batch.weights is None:
         return ids, offsets
     dtype = getattr(torch, DTYPES[spec.table(feature.table).dtype].torch_name)
@@ -160,39 +162,46 @@ def torch_arguments(spec: CollectionSpec, batch: Batch, index: int, device: str)
 
 
 def _columns(spec: CollectionSpec, result: Any) -> list[Tensor]:
-    """A pooled `[B, total]` result cut into features; a list of results as it is."""
+    """The results by feature: a pooled `[B, total]` result is cut into columns, a list is returned unchanged."""
     if isinstance(result, list):
         return result
-    return list(result.split([placed.width for placed in layout_of(spec).features], 1))
+    return list(result.split([feature.width for feature in layout_of(spec).features], 1))
 
 
 def check_fbgemm(spec: CollectionSpec) -> None:
-    """`PeerUnavailableError` for what one FBGEMM call cannot look up."""
+    """Raises `PeerUnavailableError` if one FBGEMM call cannot look up the spec."""
     for table in spec.tables:
         if table.dtype not in FBGEMM_DTYPES:
             raise PeerUnavailableError(f"table {table.name!r}: FBGEMM takes no {table.dtype} rows")
         if table.embedding_dim % 4:
-            raise PeerUnavailableError(f"table {table.name!r}: FBGEMM needs dims in fours, not {table.embedding_dim}")
+            raise PeerUnavailableError(
+                f"table {table.name!r}: FBGEMM needs an embedding_dim divisible by 4, not {table.embedding_dim}"
+            )
     for feature in spec.features:
         if feature.pooling not in FBGEMM_POOLINGS:
             raise PeerUnavailableError(f"feature {feature.name!r}: FBGEMM has no pooling {feature.pooling!r}")
         if feature.padding_idx is not None:
             raise PeerUnavailableError(f"feature {feature.name!r}: FBGEMM has no padding_idx")
         if feature.weighted and feature.pooling != "sum":
-            raise PeerUnavailableError(f"feature {feature.name!r}: FBGEMM weighs a {feature.pooling!r} its own way")
+            raise PeerUnavailableError(
+                f"feature {feature.name!r}: FBGEMM defines pooling {feature.pooling!r} with weights differently"
+            )
     for what, kinds in (
         ("dtype", {t.dtype for t in spec.tables}),
         ("pooling", {f.pooling for f in spec.features}),
         ("weighted", {f.weighted for f in spec.features}),
     ):
         if len(kinds) > 1:
-            raise PeerUnavailableError(f"one FBGEMM call takes one {what}, the spec has {sorted(map(str, kinds))}")
+            raise PeerUnavailableError(
+                f"one FBGEMM call takes the same {what} everywhere, the spec has {sorted(map(str, kinds))}"
+            )
     if spec.features[0].kind.shape is Shape.SEQUENCE and len({t.embedding_dim for t in spec.tables}) > 1:
-        raise PeerUnavailableError("one FBGEMM call without pooling takes one dim")
+        dims = sorted({t.embedding_dim for t in spec.tables})
+        raise PeerUnavailableError(f"one FBGEMM call without pooling takes one embedding_dim, the spec has {dims}")
 
 
-def _fbgemm_parts() -> dict[str, Any]:
-    """The parts of FBGEMM that are used, imported on first need."""
+def _fbgemm_api() -> dict[str, Any]:
+    """The names of FBGEMM's modules that are used here. `PeerUnavailableError` if FBGEMM is not installed."""
     try:
         from fbgemm_gpu import (
             split_embedding_configs,
@@ -202,21 +211,21 @@ def _fbgemm_parts() -> dict[str, Any]:
         )
     except ImportError as error:
         raise PeerUnavailableError(f"FBGEMM is not installed ({error}); pip install fbgemm-gpu-cpu==1.8.0") from error
-    parts: dict[str, Any] = {}
+    api: dict[str, Any] = {}
     for module in (
         split_embedding_configs,
         split_table_batched_embeddings_ops_common,
         split_table_batched_embeddings_ops_training,
         split_table_batched_embeddings_ops_inference,
     ):
-        parts |= vars(module)
-    return parts
+        api |= vars(module)
+    return api
 
 
 def fbgemm_training_module(spec: CollectionSpec, device: str, optimizer: str, **options: Any) -> Any:
-    """FBGEMM's training TBE without bounds checks, its tables filled."""
-    api = _fbgemm_parts()
-    location, compute = _fbgemm_place(api, device)
+    """FBGEMM's training TBE without bounds checks, its tables filled by `fill_table`."""
+    api = _fbgemm_api()
+    location, compute = _fbgemm_location(api, device)
     module = api["SplitTableBatchedEmbeddingBagsCodegen"](
         [(t.num_embeddings, t.embedding_dim, location, compute) for t in spec.tables],
         feature_table_map=[f.table_index for f in layout_of(spec).features],
@@ -233,8 +242,8 @@ def fbgemm_training_module(spec: CollectionSpec, device: str, optimizer: str, **
 
 
 def _fbgemm_inference(spec: CollectionSpec, device: str) -> Peer:
-    api = _fbgemm_parts()
-    location, _ = _fbgemm_place(api, device)
+    api = _fbgemm_api()
+    location, _ = _fbgemm_location(api, device)
     kind = _sparse_type(api, spec.tables[0].dtype)
     module = api["IntNBitTableBatchedEmbeddingBagsCodegen"](
         [(t.name, t.num_embeddings, t.embedding_dim, kind, location) for t in spec.tables],
@@ -259,15 +268,15 @@ def fbgemm_arguments(batch: Batch, weighted: bool, device: str) -> tuple[Tensor,
     return (values, offsets, weights) if weighted and weights is not None else (values, offsets)
 
 
-def _fbgemm_place(api: dict[str, Any], device: str) -> tuple[Any, Any]:
-    """FBGEMM's words for where tables lie and where it computes."""
+def _fbgemm_location(api: dict[str, Any], device: str) -> tuple[Any, Any]:
+    """FBGEMM's enum members for a device: where the tables are, and where it computes."""
     on_cpu = device == "cpu"
     location = api["EmbeddingLocation"].HOST if on_cpu else api["EmbeddingLocation"].DEVICE
     return location, api["ComputeDevice"].CPU if on_cpu else api["ComputeDevice"].CUDA
 
 
 def _sparse_type(api: dict[str, Any], dtype: str) -> Any:
-    """FBGEMM's word for a dtype."""
+    """FBGEMM's enum member for a dtype."""
     return api["SparseType"][dtype.upper()]
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark found out: times, ratios, shares, and the machine it ran on."""
+"""The result of a benchmark: times, ratios, shares, and the machine it ran on."""
 
 from __future__ import annotations
 
@@ -20,78 +20,78 @@ from embforge.tuner.measure.timers import USUAL_CACHE_BYTES
 OURS = "embforge"
 LIMIT = "limit"
 GATHER_LIMIT = "gather limit"
-"""The gather limit's name where the update limit has `LIMIT`."""
+"""The gather limit's name in a training benchmark, where `LIMIT` names the update limit."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender's time a call, in microseconds."""
+    """One contender's time per call, in microseconds."""
 
     name: str
     note: str
-    """How the library was called, or what the limit prefetched."""
+    """How the library was called, or what the limit does and how it prefetches."""
     median: float
     low: float
     high: float
-    """20 % and 80 % quantiles."""
+    """`low` and `high` are the 20 % and 80 % quantiles."""
     repeats: int
     samples: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One workload's result. Ratios are paired by round: above 1 means that we are faster."""
+    """The result for one spec and workload. Ratios are paired by round: above 1 means that we are faster."""
 
     spec: str
     workload: str
     on: str
     batches: int
     ids: int
-    """Mean ids a batch."""
+    """Ids per batch, on average."""
     row_bytes: int
-    """Mean bytes of rows that a batch reads."""
+    """Bytes of rows that a batch reads, on average."""
     table_bytes: int
     timings: tuple[Timing, ...]
     ratios: dict[str, Ratio]
-    """Each peer's time over ours."""
+    """Each peer's time divided by ours."""
     limit_share: Ratio | None
-    """The limit's time over ours: 1 means that rows cannot be read (a lookup) or changed (a training step) faster."""
+    """The limit's time divided by ours: 1 means that rows cannot be read (lookup) or changed (training step) faster."""
     differences: dict[str, float]
-    """Largest difference of each contender's outputs from the first one's (in training: of its new rows from what its
-    rule says), relative to the largest number."""
+    """For each contender: the largest difference between its outputs and those of the first contender, relative to the
+    largest number. In training it is the difference between its new rows and those that its rule's formula gives."""
     disagreeing: tuple[str, ...]
-    """Contenders that differ by more than rounding explains."""
+    """Contenders whose difference is larger than rounding explains."""
     skipped: dict[str, str]
     """Peers that could not take part, and why."""
     others: float | None
-    """CPUs that other processes used on average meanwhile, where the system tells."""
+    """CPUs that other processes used on average during the measurement; None if the system does not report it."""
     machine: dict[str, str]
     train: str | None = None
-    """The update rule of a training step; None: a lookup alone."""
+    """The update rule of a training step; None if only a lookup was timed."""
     both_share: Ratio | None = None
-    """Of a training step: the gather limit's and the update limit's times together over ours."""
+    """For a training step: the sum of the gather limit's and the update limit's times, divided by our time."""
 
     @property
     def disturbed(self) -> bool:
-        """Whether others used so much of the machine that the times are not to be trusted."""
+        """Whether other processes used so much of the machine that the times cannot be trusted."""
         return self.others is not None and self.others > QUIET
 
     @property
     def fastest_peer(self) -> str | None:
-        """The peer that comes closest to us (or is furthest ahead)."""
+        """The peer with the shortest time relative to ours; None if no ratio was measured."""
         return min(self.ratios, key=lambda name: self.ratios[name].median, default=None)
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as the fastest peer we are."""
+        """How many times as fast as the fastest peer we are; None if no ratio was measured."""
         return self.ratios[self.fastest_peer].median if self.fastest_peer is not None else None
 
     def timing(self, name: str) -> Timing | None:
-        """The contender's timing, if it took part."""
+        """The contender's timing; None if it did not take part."""
         return next((t for t in self.timings if t.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, all samples included."""
+        """The report as plain data that `json` can write, with all samples."""
         return {
             **asdict(self),
             "fastest_peer": self.fastest_peer,
@@ -100,9 +100,9 @@ class BenchReport:
         }
 
 
-def timings_of(taken: Measurement, notes: dict[str, str]) -> tuple[Timing, ...]:
-    """All contenders' timings, in microseconds."""
-    return tuple(_timing(taken, name, notes[name]) for name in taken.samples)
+def timings_of(measurement: Measurement, notes: dict[str, str]) -> tuple[Timing, ...]:
+    """The timings of all contenders, in microseconds."""
+    return tuple(_timing(measurement, name, notes[name]) for name in measurement.samples)
 
 
 def machine_facts() -> dict[str, str]:
@@ -123,12 +123,12 @@ def machine_facts() -> dict[str, str]:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache that the system tells of, or a usual one."""
+    """Size of the largest cache that the system reports, or a typical size if it reports none."""
     sizes = this_cpu().sizes
     return max((sizes[name] for name in sizes if name.endswith("_bytes")), default=USUAL_CACHE_BYTES)
 
 
-def _timing(taken: Measurement, name: str, note: str) -> Timing:
-    low, high = taken.spread(name)
-    samples = tuple(round(s * 1e6, 3) for s in taken.samples[name])
-    return Timing(name, note, taken.median(name) * 1e6, low * 1e6, high * 1e6, taken.repeats[name], samples)
+def _timing(measurement: Measurement, name: str, note: str) -> Timing:
+    low, high = measurement.spread(name)
+    samples = tuple(round(s * 1e6, 3) for s in measurement.samples[name])
+    return Timing(name, note, measurement.median(name) * 1e6, low * 1e6, high * 1e6, measurement.repeats[name], samples)

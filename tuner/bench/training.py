@@ -1,6 +1,6 @@
-"""`embforge bench --train`: a spec's training step timed beside today's libraries and beside the machine's limits.
+"""`embforge bench --train`: times a spec's training step, the same step of other libraries, and the machine's limits.
 
-A step is forward, backward and update. Everyone is fed the same gradients and starts from the same rows.
+A step is forward, backward and update. All contenders get the same gradients and start from the same rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from embforge.codegen.target import target_named
 from embforge.collection import EmbeddingCollection
 from embforge.tuner.bench.forward import (
     SWEEP_SHARE,
-    Noted,
+    NotedContender,
     Subject,
     check_device,
     enough_batches,
@@ -46,7 +46,7 @@ from embforge.tuner.workload.tensors import input_of
 from embforge.tuner.workload.workload import Batch, Workload, make_batch, parse
 
 CHECK_BATCH = 64
-"""Samples of the two steps that are compared with the rule's formula, if the workload has that many."""
+"""Samples in each of the two steps that are compared with the rule's formula, or fewer if the workload has fewer."""
 OUR_RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": LR}),
     "adagrad": ("Adagrad", {"lr": LR, "eps": EPS}),
@@ -56,7 +56,7 @@ OUR_RULES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class UnknownRuleError(EmbforgeError, ValueError):
-    """A rule that the training benchmark does not have. The message lists those it has."""
+    """The training benchmark does not have this rule. The message lists the rules that it has."""
 
 
 def bench_training(
@@ -73,8 +73,9 @@ def bench_training(
 ) -> BenchReport:
     """Times training steps for about `seconds`, interleaved with the peers in `against` and the machine's limits.
 
-    A peer that is not installed or has no such thing is in the report's `skipped`. `UnknownRuleError` for a rule not
-    in `RULES`; `ToolchainError` if `on` is "cuda" and there is none; `WorkloadError` for a workload it cannot read.
+    A peer that is not installed or cannot train the spec by the rule is in the report's `skipped`. `UnknownRuleError`
+    for a rule not in `RULES`; `ToolchainError` if `on` is "cuda" and no CUDA device is usable; `WorkloadError` for a
+    workload string that cannot be read.
     """
     if rule not in RULES:
         raise UnknownRuleError(f"rule {rule!r} is not known to the benchmark; allowed: {', '.join(RULES)}")
@@ -96,13 +97,13 @@ def bench_training(
             trainees.append(peer)
         except PeerUnavailableError as error:
             skipped[name] = str(error)
-        except NotImplementedError as error:  # how torch says that an operator lacks a type
+        except NotImplementedError as error:  # torch raises it if an operator does not support a type
             skipped[name] = f"no such peer: {str(error).splitlines()[0]}"
-    contenders: list[Noted] = [*trainees]
+    contenders: list[NotedContender] = [*trainees]
     if limit and target_named(on).is_native:
         tables = tables_of(spec, module)
         limits = update_limit(spec, tables), gather_limit(spec, tables, name=GATHER_LIMIT)
-        contenders += [bare.best(batches, seconds * SWEEP_SHARE / 2) for bare in limits]
+        contenders += [untuned.best(batches, seconds * SWEEP_SHARE / 2) for untuned in limits]
     return timed(
         Subject(spec, str(workload), on, batches),
         contenders,
@@ -116,7 +117,7 @@ def bench_training(
 
 
 def our_module(spec: CollectionSpec, rule: str, device: str = "cpu") -> EmbeddingCollection:
-    """A module that trains by the rule, its rows those that the peers start from."""
+    """A module that trains by the rule and starts from the same rows as the peers."""
     import embforge
 
     name, numbers = OUR_RULES[rule]
@@ -124,23 +125,23 @@ def our_module(spec: CollectionSpec, rule: str, device: str = "cpu") -> Embeddin
 
 
 def our_trainee(module: EmbeddingCollection, rule: str, device: str = "cpu") -> Trainee:
-    """Our training step."""
-    gradients = gradients_of(module.spec)
+    """Our training step as a contender."""
+    make_gradients = gradients_of(module.spec)
     pooled = not module.layout.sequence_features
     names = [table.name for table in module.spec.tables]
 
     def prepare(batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor | None], Gradients]:
-        fed = gradients(batch)
+        gradients = make_gradients(batch)
         return input_of(batch, device)[:3], Gradients(
-            fed.joint.to(device), tuple(part.to(device) for part in fed.parts)
+            gradients.joint.to(device), tuple(gradient.to(device) for gradient in gradients.by_feature)
         )
 
     def run(prepared: tuple[tuple[Tensor, Tensor, Tensor | None], Gradients]) -> None:
-        arguments, fed = prepared
+        arguments, gradients = prepared
         if pooled:
-            module(*arguments).backward(fed.joint)
+            module(*arguments).backward(gradients.joint)
         else:
-            torch.autograd.backward(list(module.forward_dict(*arguments).values()), fed.parts)
+            torch.autograd.backward(list(module.forward_dict(*arguments).values()), gradients.by_feature)
 
     note = f"{module.plan().uri}, then its backward with {OUR_RULES[rule][0]}"
     return Trainee(OURS, note, rule, prepare, run, lambda index, at: module.weight(names[index]).data[at])

@@ -1,7 +1,7 @@
-"""What a timed training step computes: the gradients it is fed, its rule's formula, and a check that it followed it.
+"""What a timed training step computes: its incoming gradients, its rule's formula, and a check of its results.
 
-Nobody is timed computing something else: before the clock starts, every contender makes two steps, and its new rows
-are compared with its rule's formula in fp64 on gradients that torch's autograd takes through the reference lookup.
+No contender may gain by computing something else: before the clock starts, each makes two steps, and its new rows are
+compared with its rule's formula in fp64, on gradients that torch's autograd takes through the reference lookup.
 """
 
 from __future__ import annotations
@@ -29,52 +29,53 @@ RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 LR = 0.1
 EPS = 1.0
 ADAM_EPS = 0.03
-"""Large, so that a rule which divides by |g| does not turn the rounding of a gradient near zero into another sign."""
+"""Large: Adam divides by about |g|, and with a small eps the rounding of a gradient near zero could flip the sign of a
+whole step."""
 BETAS = (0.9, 0.999)
 
 TOLERANCE = {torch_dtype(name): max(2e-5, 2.08 * FLOATS[name].resolution) for name in TABLE_DTYPES}
-"""How far a row may be from its formula, relative to the largest number and times the root of the row's occurrences:
-some libraries round to the table's type after each. Two roundings of a row are allowed, be they stochastic. But for
-formats of 8 bits, they are well below what a step moves a row by (about `LR`)."""
+"""How far a row may be from its formula, relative to the largest number. It is multiplied by the root of the row's
+occurrences, because some libraries round to the table's type after each. Two roundings of a row are allowed, stochastic
+or not. Except for 8-bit formats they are much smaller than a step's change of a row (about `LR`)."""
 
 States = list[Tensor]
 Formula = Callable[[Tensor, Tensor, States, int], Tensor]
-"""From rows, their gradients, two states (changed in place) and the step's number to the new rows."""
+"""Returns the new rows; takes rows, their gradients, two states (changed in place) and the number of the step."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a step's outputs are fed: the same random numbers for everyone, exact in bf16."""
+    """The gradients of a step's outputs: the same random numbers for every contender, exact in bf16."""
 
     joint: Tensor
-    """`[B, output width]`: of all features that have columns there."""
-    parts: tuple[Tensor, ...]
-    """A tensor a feature."""
+    """`[B, output width]`: the gradient of the pooled output, which holds all features that are no sequences."""
+    by_feature: tuple[Tensor, ...]
+    """One gradient per feature, in the spec's order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trainee:
-    """A contender whose `run` is a whole training step on tables of its own."""
+    """A contender whose `run` is a whole training step on its own tables."""
 
     name: str
     note: str
     formula: str
-    """The rule it follows, of `FORMULAS`."""
+    """The key in `FORMULAS` of the formula that it follows."""
     prepare: Callable[[Batch], Any]
     run: Callable[[Any], Any]
     rows: Callable[[int, Tensor], Tensor]
-    """The present rows of a table by their numbers."""
+    """Returns rows as they are now; takes the index of the table and the numbers of the rows."""
 
 
 class Checked(NamedTuple):
-    """How far a contender's rows are from its formula, in its tolerance's measure, and whether that is rounding."""
+    """How far a contender's rows are from its formula (in the measure of `TOLERANCE`), and whether that is rounding."""
 
     difference: float
     agrees: bool
 
 
 def gradients_of(spec: CollectionSpec) -> Callable[[Batch], Gradients]:
-    """A function from batches to their gradients, which depend on shapes alone and are made once a shape."""
+    """A function that returns a batch's gradients. They depend on shapes alone and are made once per shape."""
     layout = layout_of(spec)
 
     @cache
@@ -84,20 +85,20 @@ def gradients_of(spec: CollectionSpec) -> Callable[[Batch], Gradients]:
 
     def make(batch: Batch) -> Gradients:
         joint = numbers(batch.size, layout.output_width)
-        parts = []
-        for placed in layout.features:
-            if placed.column is None:
-                where = batch.feature(placed.index)
-                parts.append(numbers(where.stop - where.start, placed.dim))
+        by_feature = []
+        for feature in layout.features:
+            if feature.column is None:
+                where = batch.feature(feature.index)
+                by_feature.append(numbers(where.stop - where.start, feature.dim))
             else:
-                parts.append(joint[:, placed.column : placed.column + placed.width])
-        return Gradients(joint, tuple(parts))
+                by_feature.append(joint[:, feature.column : feature.column + feature.width])
+        return Gradients(joint, tuple(by_feature))
 
     return make
 
 
 def check(trainee: Trainee, spec: CollectionSpec, batches: Sequence[Batch]) -> Checked:
-    """Lets the contender make a step a batch, and compares the rows that they touch with its formula's."""
+    """Lets the contender make one step per batch, and compares the rows of these batches with its formula's rows."""
     touched = [distinct_rows(spec, batch) for batch in batches]
     used = [torch.from_numpy(np.unique(np.concatenate(rows))) for rows in zip(*touched, strict=True)]
     start = [trainee.rows(index, rows) for index, rows in enumerate(used)]
@@ -112,7 +113,7 @@ def check(trainee: Trainee, spec: CollectionSpec, batches: Sequence[Batch]) -> C
             continue
         error = (got.double().cpu() - wanted).abs() / count.sqrt()[:, None]
         difference = float(error.max() / wanted.abs().max().clamp(min=1e-30))
-        agrees = difference <= TOLERANCE[got.dtype]  # a NaN does not
+        agrees = difference <= TOLERANCE[got.dtype]  # false for NaN
         worst = Checked(max(worst.difference, difference), worst.agrees and agrees)
     return worst
 
@@ -120,10 +121,13 @@ def check(trainee: Trainee, spec: CollectionSpec, batches: Sequence[Batch]) -> C
 def expected_rows(
     spec: CollectionSpec, formula: str, batches: Sequence[Batch], used: Sequence[Tensor], start: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Rows `used` (sorted, all that the batches touch) of every table after a step a batch, in fp64."""
-    # Padding ids are given as absent ones: neither takes part in a gradient, whatever the pooling.
+    """The rows of every table after one step per batch by a formula, in fp64.
+
+    `used` holds each table's sorted row numbers, at least those in the batches; `start` holds these rows' first values.
+    """
+    # Padding ids are passed as absent ids (-1): neither takes part in a gradient, whatever the pooling.
     plain = replace(spec, features=tuple(replace(f, padding_idx=None) for f in spec.features))
-    gradients = gradients_of(spec)
+    make_gradients = gradients_of(spec)
     rows = [r.clone() for r in start]
     states = [[torch.zeros_like(r), torch.zeros_like(r)] for r in rows]
     for step, batch in enumerate(batches, 1):
@@ -134,10 +138,11 @@ def expected_rows(
         pooled, sequence = lookup(
             plain, ids, offsets, weights, leaves, bounds_check="zero", accumulate_dtype=torch.float64
         )
-        fed = gradients(batch)
-        flat = [p.flatten() for p, f in zip(fed.parts, spec.features, strict=True) if f.kind.shape is Shape.SEQUENCE]
-        incoming = torch.cat([torch.empty(0), *flat]).double()
-        ((pooled * fed.joint.double()).sum() + (sequence * incoming).sum()).backward()
+        gradients = make_gradients(batch)
+        by_feature = zip(gradients.by_feature, spec.features, strict=True)
+        flat = [g.flatten() for g, feature in by_feature if feature.kind.shape is Shape.SEQUENCE]
+        of_sequences = torch.cat([torch.empty(0), *flat]).double()
+        ((pooled * gradients.joint.double()).sum() + (sequence * of_sequences).sum()).backward()
         for table, leaf in enumerate(leaves):
             at = touched[table]
             if leaf.grad is None or not at.numel():
@@ -150,27 +155,27 @@ def expected_rows(
 
 
 def _compact(spec: CollectionSpec, batch: Batch, used: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Ids as positions in `used` (-1: padding), and the positions that occur, a table."""
+    """The batch's ids as positions in `used` (-1 for padding), and for each table the positions that occur."""
     ids = torch.from_numpy(batch.values.astype(np.int64))
     seen: list[list[Tensor]] = [[] for _ in spec.tables]
-    for placed in layout_of(spec).features:
-        where = batch.feature(placed.index)
-        positions = torch.searchsorted(used[placed.table_index], ids[where])
-        if placed.feature.padding_idx is not None:
-            positions[ids[where] == placed.feature.padding_idx] = -1
+    for feature in layout_of(spec).features:
+        where = batch.feature(feature.index)
+        positions = torch.searchsorted(used[feature.table_index], ids[where])
+        if feature.feature.padding_idx is not None:
+            positions[ids[where] == feature.feature.padding_idx] = -1
         ids[where] = positions
-        seen[placed.table_index].append(positions[positions >= 0])
-    return ids, [torch.cat(parts).unique() if parts else torch.empty(0, dtype=torch.int64) for parts in seen]
+        seen[feature.table_index].append(positions[positions >= 0])
+    return ids, [torch.cat(of_table).unique() if of_table else torch.empty(0, dtype=torch.int64) for of_table in seen]
 
 
 def _occurrences(spec: CollectionSpec, batches: Sequence[Batch], used: Sequence[Tensor]) -> list[Tensor]:
-    """How often each used row occurs in all batches, at least 1."""
+    """For each table: how often each used row occurs in all batches together, at least 1."""
     counts = [torch.ones(rows.numel(), dtype=torch.float64) for rows in used]
     for batch in batches:
-        for placed in layout_of(spec).features:
-            found: Ints = batch.values[batch.feature(placed.index)].astype(np.int64)
-            at = torch.searchsorted(used[placed.table_index], torch.from_numpy(found))
-            counts[placed.table_index].index_add_(0, at, torch.ones(at.numel(), dtype=torch.float64))
+        for feature in layout_of(spec).features:
+            ids: Ints = batch.values[batch.feature(feature.index)].astype(np.int64)
+            at = torch.searchsorted(used[feature.table_index], torch.from_numpy(ids))
+            counts[feature.table_index].index_add_(0, at, torch.ones(at.numel(), dtype=torch.float64))
     return counts
 
 
@@ -194,7 +199,7 @@ def _adam(w: Tensor, g: Tensor, states: States, t: int) -> Tensor:
 
 
 def _sparse_adam(w: Tensor, g: Tensor, states: States, t: int) -> Tensor:
-    """As torch.optim.SparseAdam has it: eps is added before the second moment's bias is corrected."""
+    """Adam as torch.optim.SparseAdam computes it: eps is added before the second moment's bias is corrected."""
     first, second = _moments(g, states)
     return w - LR * math.sqrt(1 - BETAS[1] ** t) / (1 - BETAS[0] ** t) * first / (second.sqrt() + ADAM_EPS)
 

@@ -1,1 +1,1 @@
-"""What a kernel should take, from its source and its workload, without running it."""
+"""Estimates of what a kernel costs, from its source, its machine code and its workload, without a GPU to run it on."""

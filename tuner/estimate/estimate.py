@@ -1,12 +1,12 @@
-"""What a CUDA plan would cost, in no unit of time: bytes to be moved over how well bytes in flight keep memory busy.
+"""Estimates what a CUDA plan costs, relative to the default plan and not in units of time.
 
     cost  = sum over buckets of  bytes of the bucket's rows / min(1, in flight / wanted)
-    score = cost * sectors an output, over the same of the default plan
+    score = (cost * sectors per output) / (the same of the default plan)
 
-In flight: bytes of row loads that a multiprocessor has under way before the first is used, with as many of the plan's
-blocks as fit and as the batch gives it. Wanted: what memory needs so as not to wait. Sectors: all that is loaded and
-stored, counted by the emulated GPU; without a count only the cost decides. Not in it: caches, clocks, instructions,
-launches, long bags and whatever else only a GPU can tell.
+In flight: the bytes of row loads that a multiprocessor has issued before it uses the first of them, with as many of the
+plan's blocks as fit on it and as the batch has work for. Wanted: the bytes in flight that keep memory busy. Sectors:
+all that is loaded and stored, counted by the emulated GPU; without a count, the score is the ratio of costs. The
+estimate knows nothing of caches, clocks, other instructions, launches, long bags, and what else only a GPU can show.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from embforge.tuner.estimate.layout_advice import mean_moved
 from embforge.tuner.workload.workload import Batch
 
 FORMULA = (
-    "estimate, never a time: score = cost x sectors an output, over the default's; "
-    "cost = sum over buckets of row bytes / min(1, bytes in flight a multiprocessor / bytes that memory wants)"
+    "estimate, never a time: score = cost x sectors per output, divided by the default's; "
+    "cost = sum over buckets of row bytes / min(1, bytes in flight per multiprocessor / bytes that keep memory busy)"
 )
 WANTED, WANTED_SM100 = 32 << 10, 64 << 10
-"""Bytes in flight a multiprocessor: latency times its share of the bandwidth, of GPUs up to sm_90 and of sm_100."""
+"""Bytes in flight per multiprocessor that keep memory busy, for GPUs up to sm_90 and for sm_100: the latency of memory
+times the multiprocessor's share of the bandwidth."""
 MULTIPROCESSORS = {
     "sm_75": 40,
     "sm_80": 108,
@@ -43,44 +44,44 @@ MULTIPROCESSORS = {
     "sm_103": 148,
     "sm_120": 170,
 }
-"""Of a usual GPU of the architecture: T4, A100, A40, L40S, H100, B200, B300, RTX 5090."""
+"""Multiprocessors of a usual GPU of each architecture: T4, A100, A40, L40S, H100, B200, B300, RTX 5090."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a batch asks for."""
+    """The work in a batch."""
 
     samples: int
     ids: int
     bytes: Mapping[str, float]
-    """Of the rows of each bucket, by its name; gradients and rows of a backward."""
+    """By a bucket's name: the bytes of rows that are moved; in a backward those of gradients and of rows."""
 
 
 @dataclass(frozen=True)
 class Flight:
-    """What a multiprocessor has under way in a bucket's loop."""
+    """The row loads that a multiprocessor has in flight in a bucket's loop."""
 
     bytes: float
-    """With all blocks that fit."""
+    """Bytes in flight if all blocks that fit have work."""
     filled: float
-    """Share of those blocks that the batch has work for."""
+    """The share of those blocks that the batch has work for."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A bucket's loop over rows, as a plan's params promise it."""
+    """A bucket's loop over rows, as a plan's params determine it."""
 
     bucket: str
     block_bytes: float
-    """In flight a block."""
+    """Bytes in flight per block."""
     blocks: int
-    """That a multiprocessor holds at least."""
+    """The blocks that fit on a multiprocessor at least."""
     grid: int
-    """Blocks of its kernel for the batch."""
+    """The blocks that its kernel has for the batch."""
 
 
 def demand_of(plan: Plan, batch: Batch) -> Demand:
-    """Of a batch, for all plans that differ in params alone."""
+    """The work in a batch for a plan. It is the same for all plans that differ in their params alone."""
     ids = [batch.feature(f.index).stop - batch.feature(f.index).start for f in plan.layout.features]
     moved: dict[str, float] = {}
     if plan.op == "forward":
@@ -88,16 +89,16 @@ def demand_of(plan: Plan, batch: Batch) -> Demand:
             row = float(mean_moved(bucket.row_bytes, bucket.stride_bytes, SECTOR))
             moved[bucket.label] = row * sum(ids[f.index] for f in bucket.features)
     else:
-        for found in row_buckets(plan):
-            row = float(mean_moved(found.placed.row_bytes, found.placed.stride_bytes, SECTOR))
-            own = 2 * (row + found.placed.state_stride_bytes) if plan.update else 0
-            users = sum(ids[f.index] for f in plan.layout.features if f.table_index in found.tables)
-            moved[found.name] = (found.item_bytes + own) * users
+        for rows in row_buckets(plan):
+            row = float(mean_moved(rows.placed.row_bytes, rows.placed.stride_bytes, SECTOR))
+            row_and_state = 2 * (row + rows.placed.state_stride_bytes) if plan.update else 0  # read and written back
+            occurrences = sum(ids[f.index] for f in plan.layout.features if f.table_index in rows.tables)
+            moved[rows.name] = (rows.item_bytes + row_and_state) * occurrences
     return Demand(batch.size, sum(ids), moved)
 
 
 def cost(demand: Demand, flight: Mapping[str, Flight], arch: str) -> float:
-    """Bytes to be moved, each as many times as memory waits for more to be under way."""
+    """Bytes to be moved, divided for each bucket by how busy its bytes in flight keep memory (at most 1)."""
     wanted = WANTED_SM100 if 100 <= arch_named(arch).number < 120 else WANTED
     return sum(
         moved / min(1.0, flight[name].bytes * flight[name].filled / wanted) for name, moved in demand.bytes.items()
@@ -105,7 +106,7 @@ def cost(demand: Demand, flight: Mapping[str, Flight], arch: str) -> float:
 
 
 def promised_flight(plan: Plan, demand: Demand) -> dict[str, Flight]:
-    """By bucket, as the params promise it: no compiler was asked."""
+    """For each bucket: what is in flight as far as the params say; nothing is compiled."""
     return {
         loop.bucket: Flight(loop.block_bytes * loop.blocks, _filled(plan, loop.grid, loop.blocks))
         for loop in _loops(plan, demand)
@@ -113,18 +114,21 @@ def promised_flight(plan: Plan, demand: Demand) -> dict[str, Flight]:
 
 
 def read_flight(plan: Plan, figures: Iterable[Mapping[str, Any]], demand: Demand) -> dict[str, Flight]:
-    """By bucket, as the machine code has it: the least over a bucket's loops. `figures` are those of the binary."""
+    """For each bucket: what is in flight by the machine code, the least of all loops of the bucket.
+
+    `figures` are the binary's, one per kernel symbol.
+    """
     block = cuda_params(plan).block if plan.op == "forward" else backward_params(plan).block
     grids = {loop.bucket: loop.grid for loop in _loops(plan, demand)}
-    found: dict[str, Flight] = {}
+    flights: dict[str, Flight] = {}
     for symbol in figures:
         resident = symbol["occupancy"] * arch_named(plan.arch).threads / block
         for load in symbol["loads"]:
             name = load["bucket"]
-            if name in grids:  # else the kernel of long bags
-                here = Flight(load["bytes"], _filled(plan, grids[name], resident))
-                found[name] = min(here, found.get(name, here), key=lambda flight: flight.bytes)
-    return found
+            if name in grids:  # otherwise it is the kernel of long bags
+                flight = Flight(load["bytes"], _filled(plan, grids[name], resident))
+                flights[name] = min(flight, flights.get(name, flight), key=lambda flight: flight.bytes)
+    return flights
 
 
 def _filled(plan: Plan, grid: int, resident: float) -> float:

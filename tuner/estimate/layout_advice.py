@@ -1,7 +1,7 @@
-"""What another layout of rows would save: for tables whose rows lie across more cache lines or sectors than they need.
+"""Advice on tables whose rows touch more cache lines or sectors than necessary: what a wider row saves and costs.
 
-Memory moves whole lines (CPU, 64 bytes) and sectors (GPU, 32 bytes). A layout follows from the spec and is frozen when
-a module is made, so the tuner never changes it: it says what a dim that fits would save and what it would cost.
+Memory moves whole cache lines (CPU, 64 bytes) or sectors (GPU, 32 bytes). The layout of rows follows from the spec and
+is fixed when a module is made, so the tuner cannot change it. It names a larger embedding_dim whose rows fit better.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.tuner.search.targets import TUNINGS
 
 LEAST_SAVED = 0.05
-"""Share of the moved bytes below which no advice is given."""
+"""If less than this share of the moved bytes would be saved, there is no advice."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Advice:
     dim: int
     better_dim: int
     moved: float
-    """Bytes that reading a row moves now, in the mean over all rows."""
+    """Bytes that reading a row moves now, on average over all rows."""
     better_moved: float
+    """Bytes that reading a row would move with `better_dim`."""
     table_bytes: int
     better_table_bytes: int
     row_bytes: int
@@ -37,44 +38,48 @@ class Advice:
 
     @property
     def saved(self) -> float:
-        """Share of the moved bytes."""
+        """The share of the moved bytes that is saved."""
         return 1 - self.better_moved / self.moved
 
     @property
     def sentence(self) -> str:
-        """What to do, what it saves and what it costs."""
+        """The advice for people: what to do, what it saves and what it costs."""
         return (
-            f"layout, by arithmetic and not measured: "
-            f"table {self.table!r}: rows of {self.row_bytes} bytes, {self.stride_bytes} apart, lie across "
-            f"{TUNINGS[self.target].unit_name} so that reading one moves {self.moved:.4g} bytes in the mean; with "
+            f"layout, calculated and not measured: "
+            f"table {self.table!r}: rows of {self.row_bytes} bytes, {self.stride_bytes} apart, cross "
+            f"{TUNINGS[self.target].unit_name}, so that reading one moves {self.moved:.4g} bytes on average; with "
             f"embedding_dim={self.better_dim} instead of {self.dim} it would move {self.better_moved:.4g} "
             f"({self.saved:.0%} less), the table would take {self.better_table_bytes / self.table_bytes:.2f} times the "
-            f"memory and its features {self.better_dim - self.dim} more columns. Rows are laid out when a module is "
-            f"made: to take it, set embedding_dim={self.better_dim} in the spec and make the module anew"
+            f"memory and its features {self.better_dim - self.dim} more columns. The layout is fixed when a module is "
+            f"made: to change it, set embedding_dim={self.better_dim} in the spec and make a new module"
         )
 
 
 def advice(layout: CollectionLayout, target: str) -> list[Advice]:
-    """Of every table that would gain; the one that saves the largest share first."""
-    found = (_advice_on(placed, target) for placed in layout.tables)
-    return sorted((a for a in found if a is not None), key=lambda a: -a.saved)
+    """Advice on every table that would gain, with the largest saved share first."""
+    candidates = (_advice_on(table, target) for table in layout.tables)
+    return sorted((a for a in candidates if a is not None), key=lambda a: -a.saved)
 
 
 def mean_moved(row_bytes: int, stride_bytes: int, unit: int) -> Fraction:
-    """Bytes that reading a row moves, in the mean over rows that are `stride_bytes` apart from an aligned start."""
-    period = unit // gcd(stride_bytes, unit)  # rows until one begins where the first did
+    """Bytes that reading a row moves, on average over rows `stride_bytes` apart of which the first is aligned.
+
+    `unit` is the size of a cache line or sector.
+    """
+    period = unit // gcd(stride_bytes, unit)  # rows until one starts at the same offset within a unit as the first
     starts = (index * stride_bytes % unit for index in range(period))
     return Fraction(sum(-(-(start + row_bytes) // unit) for start in starts) * unit, period)
 
 
-def _advice_on(placed: TableLayout, target: str) -> Advice | None:
-    """What moves the fewest bytes, among those what takes the least memory, and of its row all that is paid for."""
-    unit, table = TUNINGS[target].unit_bytes, placed.table
+def _advice_on(layout: TableLayout, target: str) -> Advice | None:
+    """Advice on one table: the dim that moves the fewest bytes, then takes the least memory, then has the widest rows
+    (columns that cost nothing)."""
+    unit, table = TUNINGS[target].unit_bytes, layout.table
     size = DTYPES[table.dtype].bytes
-    most = -(-placed.row_bytes // unit) * unit // size
-    candidates = [placed, *(_placed(table, dim) for dim in range(table.embedding_dim + 1, most + 1))]
+    most = -(-layout.row_bytes // unit) * unit // size
+    candidates = [layout, *(_layout_with_dim(table, dim) for dim in range(table.embedding_dim + 1, most + 1))]
     best = min(candidates, key=lambda c: (mean_moved(c.row_bytes, c.stride_bytes, unit), c.stride_bytes, -c.row_bytes))
-    moved = mean_moved(placed.row_bytes, placed.stride_bytes, unit)
+    moved = mean_moved(layout.row_bytes, layout.stride_bytes, unit)
     better = mean_moved(best.row_bytes, best.stride_bytes, unit)
     if better > (1 - LEAST_SAVED) * moved:
         return None
@@ -85,14 +90,14 @@ def _advice_on(placed: TableLayout, target: str) -> Advice | None:
         better_dim=best.table.embedding_dim,
         moved=float(moved),
         better_moved=float(better),
-        table_bytes=placed.stride_bytes * table.num_embeddings,
+        table_bytes=layout.stride_bytes * table.num_embeddings,
         better_table_bytes=best.stride_bytes * table.num_embeddings,
-        row_bytes=placed.row_bytes,
-        stride_bytes=placed.stride_bytes,
+        row_bytes=layout.row_bytes,
+        stride_bytes=layout.stride_bytes,
     )
 
 
-def _placed(table: TableSpec, dim: int) -> TableLayout:
-    """The table's layout if its dim were another."""
+def _layout_with_dim(table: TableSpec, dim: int) -> TableLayout:
+    """The layout that the table would have with this embedding_dim."""
     wider = replace(table, embedding_dim=dim)
     return layout_of(CollectionSpec((wider,), (FeatureSpec("any", wider.name),))).tables[0]

@@ -1,6 +1,6 @@
-"""Estimates on disk, for a measured run to begin with: `estimates/` in the user's folder of tuned results.
+"""Estimates on disk, from which a measured study starts: `estimates/` in the user's folder of tuned results.
 
-One file an op, architecture, shape and rule. Nothing that runs reads them, and none of them holds a time.
+There is one file for each op, architecture, shape and rule. Modules never read them, and none of them holds a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCHEMA, VERSION = "embforge_estimate", 1
 
 
 def save_seeds(report: StaticReport) -> Path:
-    """Keeps an estimate, all rows of it; one of the same meaning is replaced."""
+    """Stores an estimate with all its rows. It replaces one for the same op, architecture, shape and rule."""
     path = _path(report.op, report.arch, report.spec, report.update)
     data = {
         SCHEMA: VERSION,
@@ -46,9 +46,9 @@ def save_seeds(report: StaticReport) -> Path:
 def load_seeds(
     op: str, arch: str, spec: CollectionSpec, update: Update | None = None, count: int | None = None
 ) -> list[Params]:
-    """The best plans that an estimate found for this meaning, best first; empty without one.
+    """The plans of the stored estimate, best first and at most `count`; empty if there is no estimate.
 
-    A file that cannot be read, or whose plans this embforge does not know, is told about and skipped.
+    A file that cannot be read, or whose plans this embforge does not know, is skipped with a warning.
     """
     path = _path(op, arch, spec, update)
     try:
@@ -57,7 +57,7 @@ def load_seeds(
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warn_once(
-            Problem(path, f"not an estimate of this embforge ({error}); make it anew by `embforge tune --static`")
+            Problem(path, f"not an estimate of this embforge ({error}); write it again by `embforge tune --static`")
         )
         return []
 

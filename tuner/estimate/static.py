@@ -1,6 +1,6 @@
-"""CUDA plans ranked without a GPU: an estimate from compiled code and counted sectors, never a time.
+"""Ranks CUDA plans without a GPU: an estimate from compiled code and counted sectors, never a time.
 
-It is the seed of a measured run, which tries the best of it first. Nothing that runs is chosen by it.
+A measured study tries the best plans of the estimate first. No module takes a plan because of an estimate.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from embforge.tuner.search.space import Space, alike, covering_points, resource_
 from embforge.tuner.workload.workload import GRAMMAR, Workload, make_batch
 
 COUNT_SHARE = 0.5
-"""Of the budget, at most, for the emulated GPU."""
+"""The largest share of the budget that the emulated GPU may take."""
 CHUNKED = 2
-"""Plans a core that are compiled between looks at the clock."""
+"""Plans per core that are compiled before the clock is read again."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how many steps of it are done, and of how many."""
+"""Called with what is being done, how many steps of it are done, and how many there are."""
 
 
 @dataclass(frozen=True)
 class StaticRow:
-    """A plan and its figures. The headline figures are those of its worst main kernel."""
+    """A plan and its figures: `registers`, `occupancy`, `bytes_in_flight` and `filled` are those of the worst of its
+    kernels that loop over rows."""
 
     params: Params
     registers: int
     occupancy: float
     bytes_in_flight: int
-    """A multiprocessor, with all blocks that fit."""
+    """Bytes in flight per multiprocessor if all blocks that fit have work."""
     filled: float
-    """Share of those blocks that the batch has work for."""
+    """The share of those blocks that the batch has work for."""
     sectors_per_output: float | None
-    """Counted by the emulated GPU; None: not counted."""
+    """Counted by the emulated GPU; None if they were not counted."""
     score: float
-    """An estimate: cost against the default's, below 1 is better."""
+    """The estimate: the cost divided by the default's, so that less than 1 is better."""
     rank: int = 0
 
 
@@ -66,10 +67,11 @@ class StaticReport:
     space: Space
     rows: tuple[StaticRow, ...]
     refused: tuple[tuple[Params, str], ...]
-    """Plans that compiled to what is not worth a launch, or not at all, and why."""
+    """Plans that do not compile, or whose machine code is not worth a launch, each with the reason."""
 
     @property
     def default(self) -> StaticRow:
+        """The row of the default plan."""
         return next(row for row in self.rows if row.params == self.space.default)
 
 
@@ -85,20 +87,20 @@ def rank(
     most: int | None = None,
     progress: Progress | None = None,
 ) -> StaticReport:
-    """The best of what can be compiled in `budget` seconds (at most `most` plans), the best `counted` of these with
-    sectors counted by the emulated GPU. The default is always among both.
+    """Ranks the plans that can be compiled in `budget` seconds, at most `most` of them.
 
-    How many are compiled and counted depends on the time they take; which ones, in which order, and their figures
-    depend on nothing but the arguments. Only a forward's sectors can be counted. `WorkloadError` for a workload
-    without ids; `CompileError` if the default does not compile.
+    For the best `counted` of them the emulated GPU counts sectors; only a forward's can be counted. The default plan is
+    always compiled and counted. How many plans are compiled and counted depends on the time that they take; which ones,
+    their order and their figures depend on the arguments alone. `WorkloadError` for a workload without ids;
+    `CompileError` if the default does not compile.
     """
-    tell = progress or (lambda stage, done, total: None)
+    report_progress = progress or (lambda step, done, total: None)
     began = monotonic()
     batch = make_batch(spec, workload)
     if not batch.values.size:
         raise WorkloadError(
-            f"workload {workload}: a batch of it has no ids, so that no plan moves anything; give batch=N and len= "
-            f"of 1 or more; form: {GRAMMAR}"
+            f"workload {workload}: its batches have no ids, so that no plan moves anything; set batch=N and len= "
+            f"to 1 or more; form: {GRAMMAR}"
         )
     longest = int((batch.offsets[1:] - batch.offsets[:-1]).max(initial=0))
     space = space_of(op, "cuda", arch, spec, any_gpu(arch), update, longest_bag=longest)
@@ -106,48 +108,48 @@ def rank(
     demand = demand_of(context.plan(space.default), batch)
     points = list(islice(_order(space, context, demand), most))
     share = COUNT_SHARE if op == "forward" and counted else 0.0
-    built = _compile(context, points, began + budget * (1 - share), tell)
+    compiled = _compile(context, points, began + budget * (1 - share), report_progress)
     rows, refused = [], []
-    for params, found in built:
-        problem = found if isinstance(found, str) else resource_problem(context.plan(params), found)
+    for params, figures in compiled:
+        problem = figures if isinstance(figures, str) else resource_problem(context.plan(params), figures)
         if problem is not None and params != space.default:
             refused.append((params, problem))
-        elif not isinstance(found, str):
-            rows.append(_row(context.plan(params), found, demand))
+        elif not isinstance(figures, str):
+            rows.append(_row(context.plan(params), figures, demand))
     rows = _ranked(rows, space)
     if op == "forward" and counted:
-        rows = _with_sectors(context, rows, space, counted, workload, began + budget, tell)
+        rows = _with_sectors(context, rows, space, counted, workload, began + budget, report_progress)
     return StaticReport(op, arch, spec, str(workload), update, space, tuple(rows), tuple(refused))
 
 
 def _order(space: Space, context: Context, demand: Demand) -> Iterator[Params]:
-    """Every point once: the default, then by turns one of the covering set and one that promises much, as long as there
-    are any. Of equal promises the more usual comes first."""
+    """Every point once: the default, then alternately one of the covering set and the next with the lowest cost by its
+    params. If two have the same cost, the one that is more like the default comes first."""
 
     @cache
-    def promise(params: Params) -> float:
+    def promised_cost(params: Params) -> float:
         plan = context.plan(params)
         return round(cost(demand, promised_flight(plan, demand), plan.arch))
 
-    promising = sorted(space.points, key=lambda p: (promise(_without_hints(p)), -alike(p, space.default)))
-    by_turns = chain.from_iterable(zip_longest(covering_points(space), promising))
-    yield from dict.fromkeys(params for params in (space.default, *by_turns) if params is not None)
+    promising = sorted(space.points, key=lambda p: (promised_cost(_without_hints(p)), -alike(p, space.default)))
+    alternating = chain.from_iterable(zip_longest(covering_points(space), promising))
+    yield from dict.fromkeys(params for params in (space.default, *alternating) if params is not None)
 
 
 def _without_hints(params: Params) -> Params:
-    """The point without what promises nothing, so that few have to be looked at."""
+    """The point without fields that do not change the promised cost, so that the cost of few points is calculated."""
     if isinstance(params, CudaParams):
         return replace(params, cache_hint=CudaParams.cache_hint, long_bag=CudaParams.long_bag)
     return params
 
 
 def _compile(
-    context: Context, points: Sequence[Params], until: float, tell: Progress
+    context: Context, points: Sequence[Params], until: float, progress: Progress
 ) -> list[tuple[Params, list[dict[str, Any]] | str]]:
-    """Figures of each plan, or why it has none, until the time is over; of the first few whatever the time. The first
-    is the default."""
+    """Compiles points until the time is over, at least the first few. Returns the figures of each, or why it has none.
+    The first point is the default."""
 
-    def one(params: Params) -> list[dict[str, Any]] | str:
+    def figures_of(params: Params) -> list[dict[str, Any]] | str:
         try:
             return build(context.plan(params), resources=True).resources
         except CompileError as error:
@@ -156,15 +158,15 @@ def _compile(
             return f"does not compile: {str(error).splitlines()[0]}"
 
     workers = os.cpu_count() or 1
-    found: list[tuple[Params, list[dict[str, Any]] | str]] = []
+    compiled: list[tuple[Params, list[dict[str, Any]] | str]] = []
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(points), CHUNKED * workers):
             if start and monotonic() >= until:
                 break
-            tell("compiling", start, len(points))
+            progress("compiling", start, len(points))
             chunk = points[start : start + CHUNKED * workers]
-            found += zip(chunk, pool.map(one, chunk), strict=True)
-    return found
+            compiled += zip(chunk, pool.map(figures_of, chunk), strict=True)
+    return compiled
 
 
 def _row(plan: Plan, figures: list[dict[str, Any]], demand: Demand) -> StaticRow:
@@ -182,7 +184,8 @@ def _row(plan: Plan, figures: list[dict[str, Any]], demand: Demand) -> StaticRow
 
 
 def _ranked(rows: Sequence[StaticRow], space: Space) -> list[StaticRow]:
-    """By score against the default's, counted ones first; of equals the default, then the more occupied."""
+    """The rows by their score relative to the default's, those with counted sectors first. If two scores are equal, the
+    default comes first, then the higher occupancy."""
     default = next(row for row in rows if row.params == space.default).score
     scored = [replace(row, score=row.score / default) for row in rows]
     scored.sort(
@@ -198,9 +201,9 @@ def _with_sectors(
     counted: int,
     workload: Workload,
     until: float,
-    tell: Progress,
+    progress: Progress,
 ) -> list[StaticRow]:
-    """The rows ranked anew with the default and the best counted, as many as there is time for."""
+    """The rows ranked again after counting the sectors of the default and of the best, as many as there is time for."""
     count = sector_counter(context.spec, workload)
     default = next(row for row in rows if row.params == space.default)
     wanted = [default, *(row for row in rows if row is not default)][:counted]
@@ -208,12 +211,12 @@ def _with_sectors(
     for number, row in enumerate(wanted):
         if sectors and monotonic() >= until:
             break
-        tell("counting sectors", number, len(wanted))
+        progress("counting sectors", number, len(wanted))
         sectors[row.params] = count(context.plan(row.params))
-    # Without a count a plan is taken to move what the default moves.
-    usual = sectors[default.params]
-    found = [
-        replace(row, sectors_per_output=sectors.get(row.params), score=row.score * sectors.get(row.params, usual))
+    # A plan without a count is assumed to move what the default moves.
+    assumed = sectors[default.params]
+    counted_rows = [
+        replace(row, sectors_per_output=sectors.get(row.params), score=row.score * sectors.get(row.params, assumed))
         for row in rows
     ]
-    return _ranked(found, space)
+    return _ranked(counted_rows, space)

@@ -52,7 +52,7 @@ def test_the_sentence_says_what_to_do_and_what_it_costs() -> None:
     (found,) = advised("cpu", 12)
     for part in ("table 't12'", "embedding_dim=16 instead of 12", "33% less", "1.33 times the", "4 more columns"):
         assert part in found.sentence
-    assert "cache lines" in found.sentence and "make the module anew" in found.sentence
+    assert "cache lines" in found.sentence and "make a new module" in found.sentence
     assert "sectors" in replace(found, target="cuda").sentence
 
 

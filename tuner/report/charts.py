@@ -1,4 +1,4 @@
-"""Numbers to places on a drawing: axes, dots and bars of the report's pictures. What they look like is the page's."""
+"""Positions in the report's drawings: axes, dots and bars, calculated from numbers. Their looks are set by the page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Tick:
+    """A labelled position on an axis."""
+
     at: float
     label: str
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Ratios on a logarithmic line between two pixels: half the time is as far from 1 as twice the time."""
+    """A logarithmic axis of ratios between two pixels: half the time is as far from 1 as twice the time."""
 
     low: float
     high: float
@@ -29,13 +31,13 @@ class Axis:
     end: float
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
+        """The pixel at which a value is drawn."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(self.start + share * (self.end - self.start), 2)
 
     def ticks(self, most: int = 6) -> tuple[Tick, ...]:
-        """Round values within the axis, 1 among them where it is within."""
-        if self.high / self.low > 4:  # equal steps would crowd at the far end
+        """About `most` round values within the axis; 1 is one of them if it is within."""
+        if self.high / self.low > 4:  # equal steps would crowd at one end of a logarithmic axis
             exponents = range(math.ceil(math.log2(self.low)), math.floor(math.log2(self.high)) + 1)
             values = [2.0**exponent for exponent in exponents]
             values = [value for value in values if math.log2(value) % math.ceil(len(values) / most) == 0]
@@ -55,6 +57,8 @@ def axis_of(values: Iterable[float], start: float, end: float) -> Axis:
 
 @dataclass(frozen=True)
 class Dot:
+    """A trial in a drawing."""
+
     x: float
     y: float
     number: int
@@ -62,7 +66,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Lane:
-    """The failures of one kind, under the picture: they have no time."""
+    """The failures of one kind, in a line of their own below the drawing, because they have no time."""
 
     kind: str
     y: float
@@ -71,7 +75,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class History:
-    """Every trial in its order: its time over the anchor's, or the lane of its failure."""
+    """The drawing of all trials in their order: the time divided by the anchor's, or the lane of its failure."""
 
     width: float
     height: float
@@ -81,19 +85,19 @@ class History:
     bottom: float
     dots: tuple[Dot, ...]
     best: str
-    """Path of the best so far."""
+    """The SVG path of the best time so far."""
     lanes: tuple[Lane, ...]
     rows: tuple[Tick, ...]
     columns: tuple[Tick, ...]
     one: float
-    """The anchor's line."""
+    """The height at which a time equals the anchor's."""
 
 
 def history(trials: Sequence[tuple[int, str, float | None]]) -> History:
-    """The picture of trials `(number, kind, score)`, in the order of their numbers."""
+    """The drawing of trials `(number, kind, score)`, which are in the order of their numbers."""
     kinds = [kind for kind in FAILURES if any(kind == k for _, k, _ in trials)]
     width, top, bottom, right = 860.0, 12.0, 262.0, 844.0
-    left = 108.0 if kinds else 52.0  # lanes are named beside them
+    left = 108.0 if kinds else 52.0  # lanes have their names at the left
     height = bottom + 20.0 * len(kinds) + 34.0
     axis = axis_of([score for _, _, score in trials if score is not None], bottom, top)
     count = max((number for number, _, _ in trials), default=0)
@@ -103,8 +107,8 @@ def history(trials: Sequence[tuple[int, str, float | None]]) -> History:
 
     dots = tuple(Dot(across(n), axis.at(score), n) for n, _, score in trials if score is not None)
     lanes = []
-    for place, kind in enumerate(kinds):
-        y = bottom + 20.0 * place + 14.0
+    for index, kind in enumerate(kinds):
+        y = bottom + 20.0 * index + 14.0
         lanes.append(Lane(kind, y, tuple(Dot(across(n), y, n) for n, k, _ in trials if k == kind)))
     step = max(1, int(_round_step(count / 8))) if count else 1
     columns = tuple(Tick(across(number), str(number)) for number in range(0, count + 1, step))
@@ -116,7 +120,7 @@ def history(trials: Sequence[tuple[int, str, float | None]]) -> History:
         top,
         bottom,
         dots,
-        _falling(dots, right),
+        _best_so_far(dots, right),
         tuple(lanes),
         axis.ticks(),
         columns,
@@ -124,8 +128,8 @@ def history(trials: Sequence[tuple[int, str, float | None]]) -> History:
     )
 
 
-def _falling(dots: Sequence[Dot], right: float) -> str:
-    """Steps along the best so far. Pixels grow downwards, and so does what is faster."""
+def _best_so_far(dots: Sequence[Dot], right: float) -> str:
+    """The SVG path along the best time so far. The pixel's number grows downwards, and faster is lower."""
     path, best = "", -math.inf
     for dot in dots:
         if not path:
@@ -138,12 +142,12 @@ def _falling(dots: Sequence[Dot], right: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One choice of a parameter: all its times, their median and the best."""
+    """One choice of a parameter: all times of trials with it, their median and the best."""
 
     choice: str
     x: float
     dots: str
-    """Path of zero-long strokes, one a trial."""
+    """The SVG path of all dots: one stroke of length zero per trial."""
     count: int
     best: float
     median: float
@@ -155,7 +159,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Slice:
-    """Times by the choices of one parameter; the other parameters are whatever the trials had."""
+    """The drawing of times by the choices of one parameter. The other parameters of the trials vary."""
 
     field: str
     width: float
@@ -171,28 +175,28 @@ class Slice:
 
 
 def slice_of(
-    field: str, scores: Mapping[str, Sequence[float]], everyone: Sequence[float], chosen: str, default: str
+    field: str, scores: Mapping[str, Sequence[float]], all_scores: Sequence[float], chosen: str, default: str
 ) -> Slice:
-    """The picture of one parameter: scores by choice, on the axis that all pictures share."""
+    """The drawing of one parameter: scores by choice, on an axis that shows `all_scores` and is the same for all."""
     left, right, top, bottom = 44.0, 330.0, 10.0, 150.0
-    axis = axis_of(everyone, bottom, top)
+    axis = axis_of(all_scores, bottom, top)
     room = (right - left) / len(scores)
     columns = []
-    for place, (choice, taken) in enumerate(scores.items()):
-        x = round(left + room * (place + 0.5), 1)
+    for index, (choice, of_choice) in enumerate(scores.items()):
+        x = round(left + room * (index + 0.5), 1)
         spread = min(room * 0.3, 16.0)
         # Golden-section steps spread dots of equal height evenly, and the same study always looks the same.
         dots = "".join(
             f"M{x + spread * (2 * ((n * 0.618034) % 1) - 1):.1f} {axis.at(score):.1f}h0"
-            for n, score in enumerate(taken)
+            for n, score in enumerate(of_choice)
         )
-        best, median = (min(taken), float(np.median(taken))) if taken else (1.0, 1.0)
+        best, median = (min(of_choice), float(np.median(of_choice))) if of_choice else (1.0, 1.0)
         columns.append(
             Column(
                 choice,
                 x,
                 dots,
-                len(taken),
+                len(of_choice),
                 best,
                 median,
                 axis.at(best),
@@ -207,7 +211,7 @@ def slice_of(
 
 @dataclass(frozen=True)
 class Interval:
-    """How many times faster, on one workload."""
+    """The gain on one workload, with its confidence interval."""
 
     label: str
     x: float
@@ -218,9 +222,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Forest:
-    """Gains with their intervals, one workload a strip, and the band in which a gain does not count.
+    """The drawing of gains with their intervals, one strip per workload, and the band in which a gain does not count.
 
-    Places are percents of the page's width, so that letters keep their size on a narrow one.
+    Positions are percents of the page's width, so that letters keep their size on a narrow page.
     """
 
     intervals: tuple[Interval, ...]
@@ -230,7 +234,7 @@ class Forest:
 
 
 def forest(gains: Mapping[str, tuple[float, float, float]], floor: float) -> Forest:
-    """The picture of `(median, low, high)` by workload."""
+    """The drawing of gains `(median, low, high)` by workload."""
     edges = [value for gain in gains.values() for value in gain]
     axis = axis_of([*edges, 1 + floor, 1 / (1 + floor)], 5.0, 95.0)
     intervals = tuple(
@@ -242,7 +246,7 @@ def forest(gains: Mapping[str, tuple[float, float, float]], floor: float) -> For
 
 
 def _round_step(step: float) -> float:
-    """The next round number that is not below."""
+    """The smallest round number that is not less than `step`."""
     if step <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(step))

@@ -1,4 +1,4 @@
-"""What a report shows, as numbers: read from a study's storage alone, so that any finished study can be looked at."""
+"""The data of a report, read from a study's storage alone, so that a report can be made of any study at any time."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from optuna import Study
 
 IMPORTANCE_TRIALS = 30
-"""Timed trials below which importances are not shown: the fastest tenth would be one or two of them."""
+"""With fewer timed trials than this, importances are not shown: the fastest tenth would be one or two trials."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate and what came of it."""
+    """One candidate and its outcome."""
 
     number: int
     params: Mapping[str, Any]
     kind: str
     score: float | None
-    """Time over the anchor's; None unless it was timed."""
+    """The time divided by the anchor's; None if it was not timed."""
     why: str
-    """Of a failure."""
+    """The reason of a failure; empty if there was none."""
     seconds: Mapping[str, float]
-    """By phase: compiling (as far as it was waited for), verifying, timing."""
+    """Seconds by phase: compiling (only what the study waited for), verifying, timing."""
     build: Mapping[str, Any]
-    """`binary_bytes`, and `resources`: the compiler's figures, a kernel symbol each."""
+    """`binary_bytes`, and `resources`: the compiler's figures for each kernel symbol."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Default against best on one workload: medians of the finals' paired rounds."""
+    """The default and the best candidate on one workload: medians of the finals' paired rounds."""
 
     workload: str
     default_seconds: float
@@ -54,7 +54,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Finals:
-    """What the finals decided, and on what."""
+    """What the finals decided, and the times that decided it."""
 
     decision: Decision
     comparisons: tuple[Comparison, ...]
@@ -62,7 +62,7 @@ class Finals:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything on the page."""
+    """Everything that the page shows."""
 
     title: str
     study: str
@@ -77,40 +77,41 @@ class Report:
     spec_toml: str
     command: str
     anchor: str
-    """Whom times are divided by, in words."""
+    """The name of the plan whose time all times are divided by: "the default" or "the baseline"."""
     fields: Mapping[str, tuple[Any, ...]]
     size: int
     points: int
     removed: tuple[Removed, ...]
     docs: Mapping[str, str]
-    """What each field is."""
+    """A description of each field."""
     default: Mapping[str, Any]
     best: Mapping[str, Any] | None
-    """What ships; None before the finals."""
+    """The params that the study decided for; None before the finals."""
     leader: Mapping[str, Any] | None
-    """The fastest candidate of the finals, be it shipped or not."""
+    """The fastest candidate of the finals, whether the study decided for it or not; None before the finals."""
     trials: tuple[Trial, ...]
     finals: Finals | None
     importances: Mapping[str, float]
     """Shares that sum to 1; empty if there are too few trials."""
     ledger: Mapping[str, float]
-    """Wall seconds by what they went into; empty if not known."""
+    """Wall-clock seconds by what they were spent on; empty if unknown."""
     notes: tuple[str, ...]
 
 
 def report_of(study: Study) -> Report:
-    """Everything that the study's storage knows of it."""
+    """The report on a study, from all that its storage holds."""
     about = study.user_attrs
     finals, space = about.get("finals"), about["space"]
     default, anchor = about["default"], about["anchor"]
-    found, best, leader = None, None, None
+    decided, best, leader = None, None, None
     if finals is not None:
-        found = finals_of(_samples(finals["samples"]), finals.get("others", 0.0))
-        if not found.decision.disturbed:  # whatever an earlier version said of such samples
-            decided = replace(found.decision, ships=finals["ships"], why=finals["why"])  # a race knows more than these
-            found = replace(found, decision=decided)
+        decided = finals_of(_samples(finals["samples"]), finals.get("others", 0.0))
+        if not decided.decision.disturbed:  # if disturbed, it decides nothing, whatever an earlier version stored
+            # The race knew more than the samples say.
+            stored = replace(decided.decision, ships=finals["ships"], why=finals["why"])
+            decided = replace(decided, decision=stored)
         leader = finals["leader"]
-        best = leader if found.decision.ships else default
+        best = leader if decided.decision.ships else default
     name = tomllib.loads(about["spec"]).get("name") or "collection"
     what = about["op"] if about["rule"] is None else f"{about['op']} ({about['rule']})"
     return Report(
@@ -135,7 +136,7 @@ def report_of(study: Study) -> Report:
         best=best,
         leader=leader,
         trials=trials_of(study),
-        finals=found,
+        finals=decided,
         importances=importances_of(study),
         ledger=about.get("ledger", {}),
         notes=tuple(about.get("notes", ())),
@@ -143,15 +144,16 @@ def report_of(study: Study) -> Report:
 
 
 def finals_of(samples: Samples, others: float = 0.0) -> Finals:
-    """The decision anew from all samples of the finals and the CPUs that others used, and medians beside it."""
+    """The decision, made again from the samples of the finals and from the CPUs that other processes used, with the
+    medians by workload."""
     decision = decide(samples, others)
-    compared = (
+    comparisons = (
         Comparison(
             workload, float(np.median(times[DEFAULT])), float(np.median(times[LEADER])), decision.gains[workload]
         )
         for workload, times in samples.items()
     )
-    return Finals(decision, tuple(compared))
+    return Finals(decision, tuple(comparisons))
 
 
 def _samples(data: Mapping[str, Mapping[str, Sequence[float]]]) -> Samples:
@@ -163,7 +165,7 @@ def _date(text: str | None) -> str:
 
 
 def _command(name: str, about: Mapping[str, Any]) -> str:
-    """What does it again, with the spec in a file of its name."""
+    """The command that runs the study again, if the spec is in a file of its name."""
     words = ["embforge", "tune", f"{name}.toml", "--on", about["target"]]
     if about["train"] is not None:
         words += ["--train", about["train"]]
@@ -180,14 +182,14 @@ def _command(name: str, about: Mapping[str, Any]) -> str:
 
 
 def trials_of(study: Study) -> tuple[Trial, ...]:
-    """All trials that came to something, by number; duplicates and other programs' trials did not."""
+    """All trials with an outcome of this tuner, by number: not duplicates, and no trials of other programs."""
     from optuna.trial import TrialState
 
-    found = []
+    trials = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)):
         outcome = trial.user_attrs.get("outcome", {})
         if outcome.get("kind") in KINDS:
-            found.append(
+            trials.append(
                 Trial(
                     number=trial.number,
                     params=trial.user_attrs["params"],
@@ -198,18 +200,18 @@ def trials_of(study: Study) -> tuple[Trial, ...]:
                     build=trial.user_attrs.get("build", {}),
                 )
             )
-    return tuple(found)
+    return tuple(trials)
 
 
 def importances_of(study: Study) -> dict[str, float]:
-    """Each parameter's share, by Optuna's PED-ANOVA, the largest first; empty with too few trials to tell."""
+    """Each parameter's share of the importance, by Optuna's PED-ANOVA, the largest first; empty with too few trials."""
     from optuna.importance import get_param_importances
     from optuna.trial import TrialState
 
     timed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(timed) < IMPORTANCE_TRIALS:
         return {}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shares = get_param_importances(study)
-    return {} if told else shares  # it warns where it only guesses
+    return {} if caught else shares  # Optuna warns if its shares are only guesses

@@ -1,4 +1,4 @@
-"""One page about a study, for people: a single HTML file that loads nothing, with drawings made here."""
+"""Writes the page about a study: one HTML file with drawings that loads no other file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from embforge.tuner.report.data import IMPORTANCE_TRIALS, Report, Trial
 FAILURES_SHOWN = 100
 FASTEST_SHOWN = 25
 TIPS_SHOWN = 600
-"""Trials whose dot says its parameters: with more, a page would be too large to mail."""
+"""At most this many dots show their trial's parameters as a tip: with more, the page would be too large to mail."""
 
 Cell = tuple[Any, str]
-"""What a table sorts by, and what it shows."""
+"""A cell of a table: the value that the table is sorted by, and the text that it shows."""
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Writes the page, whole or not at all."""
+    """Writes the page to a file; after an error or a crash, the file is as it was."""
     write_atomically(path, page(report).encode())
 
 
 def page(report: Report) -> str:
-    """The HTML text."""
+    """The page's HTML."""
     environment = Environment(
         loader=PackageLoader("embforge.templates", "report"),
         undefined=StrictUndefined,
@@ -41,35 +41,35 @@ def page(report: Report) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"seconds": show_seconds, "differing": differing, "show": show, "sentence": sentence}
-    return environment.get_template("page.html.j2").render(_words(report))
+    return environment.get_template("page.html.j2").render(_template_variables(report))
 
 
 def differing(params: Mapping[str, Any], default: Mapping[str, Any]) -> str:
-    """Fields that are not the default's, as `field=value`."""
+    """The fields whose values differ from the default's, as `field=value`."""
     changed = [f"{field}={show(value)}" for field, value in params.items() if value != default.get(field)]
     return " ".join(changed) or "the default"
 
 
 def show(value: Any) -> str:
-    """A parameter's value, for people and the same everywhere."""
+    """A parameter's value as the page shows it everywhere."""
     return "x".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def sentence(text: str) -> str:
-    """Words as a sentence: with a capital letter and a full stop."""
+    """The text with a capital letter at its start and a full stop at its end."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration with three digits that matter."""
+    """A duration with three significant digits, in s, ms, µs or ns."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1:
             return f"{seconds * factor:,.{max(0, 3 - len(str(int(seconds * factor))))}f} {unit}"
     return f"{seconds * 1e9:.0f} ns"
 
 
-def _words(report: Report) -> dict[str, Any]:
-    """All that the page's text and drawings name."""
+def _template_variables(report: Report) -> dict[str, Any]:
+    """The variables of the page's template."""
     timed = [trial for trial in report.trials if trial.score is not None]
     failed = [trial for trial in report.trials if trial.score is None]
     fastest = sorted(timed, key=lambda trial: (trial.score, trial.number))[:FASTEST_SHOWN]
@@ -95,7 +95,7 @@ def _words(report: Report) -> dict[str, Any]:
 
 
 def headline(report: Report) -> str:
-    """The decision in a line."""
+    """The decision in one line."""
     if report.finals is None:
         return "Not decided yet"
     if report.finals.decision.disturbed:
@@ -128,19 +128,19 @@ def _forest(report: Report) -> charts.Forest | None:
 
 
 def _tips(report: Report) -> dict[int, str]:
-    """What a trial's dot says."""
+    """By a trial's number: the text that its dot shows under the mouse."""
     tips = {}
-    for place, trial in enumerate(report.trials):
+    for index, trial in enumerate(report.trials):
         outcome = f"{trial.score:.3f}" if trial.score is not None else f"{trial.kind}: {trial.why[:200]}"
-        params = f"\n{differing(trial.params, report.default)}" if place < TIPS_SHOWN else ""
+        params = f"\n{differing(trial.params, report.default)}" if index < TIPS_SHOWN else ""
         tips[trial.number] = f"trial {trial.number}: {outcome}{params}"
     return tips
 
 
 def _slices(report: Report, timed: Sequence[Trial]) -> list[charts.Slice]:
-    """A picture of each field that has a choice, the important ones first."""
-    everyone = [trial.score for trial in timed if trial.score is not None]
-    if not everyone:
+    """A drawing of each field that has more than one choice, the most important field first."""
+    all_scores = [trial.score for trial in timed if trial.score is not None]
+    if not all_scores:
         return []
     order = [*report.importances, *(field for field in report.fields if field not in report.importances)]
     slices = []
@@ -151,19 +151,19 @@ def _slices(report: Report, timed: Sequence[Trial]) -> list[charts.Slice]:
                 scores.setdefault(show(trial.params[field]), []).append(trial.score)
         if len(scores) > 1:
             chosen = show((report.best or {}).get(field, ""))
-            slices.append(charts.slice_of(field, scores, everyone, chosen, show(report.default[field])))
+            slices.append(charts.slice_of(field, scores, all_scores, chosen, show(report.default[field])))
     return slices
 
 
 def _outcomes(trials: Sequence[Trial]) -> list[tuple[str, int, str]]:
-    """Kind, count and meaning, in the order of `KINDS`."""
-    counts = [trial.kind for trial in trials]
+    """Each kind of outcome with its count and its meaning, in the order of `KINDS`."""
+    kinds = [trial.kind for trial in trials]
     types = {Timed.kind: Timed, **FAILURES}
-    return [(kind, counts.count(kind), (cls.__doc__ or "").split("\n")[0]) for kind, cls in types.items()]
+    return [(kind, kinds.count(kind), (cls.__doc__ or "").split("\n")[0]) for kind, cls in types.items()]
 
 
 def _resource_columns(target: str) -> tuple[list[str], Callable[[Trial], list[Cell]]]:
-    """Headings, and a function from a trial to its cells."""
+    """The headings of the columns about a kernel, and a function that returns a trial's cells."""
     common = ["kernel", "verified in", "timed in"]
     if not target_named(target).needs_gpu:
         return common, _common_cells
@@ -190,7 +190,7 @@ def _cell(value: Any, text: Callable[[Any], str]) -> Cell:
 
 
 def _worst(trial: Trial, figure: str, worst: Callable[[list[Any]], Any]) -> Any:
-    """Of all kernel symbols, the one that limits."""
+    """A figure of the kernel symbol for which it is worst; None if it is not known."""
     symbols = trial.build.get("resources") or ()
     values = [symbol[figure] for symbol in symbols if symbol.get(figure) is not None]
     return worst(values) if values else None
@@ -202,7 +202,7 @@ def _facts(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
     clocks = [(f"{name} clock", f"{rate} MHz") for name, rate in report.clocks.items() if rate is not None]
     return [
         ("Hardware", [("name", hardware.name), *hardware.identity.items(), *sizes, *clocks]),
-        ("Workloads", [(str(place), workload) for place, workload in enumerate(report.workloads, 1)]),
+        ("Workloads", [(str(number), workload) for number, workload in enumerate(report.workloads, 1)]),
         ("Versions", list(report.versions.items())),
     ]
 

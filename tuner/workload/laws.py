@@ -1,4 +1,4 @@
-"""How ids and bag lengths are drawn: laws of one feature, by numpy from a generator alone."""
+"""Laws by which the ids and bag lengths of one feature are drawn, from a numpy generator alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ZIPF_HEAD = 2**16
-"""Ranks whose probability is summed exactly; past them a sum of k^-S and its integral differ by less than 1e-10."""
+"""Ranks whose probability is summed exactly; after them a sum of k^-S and its integral differ by less than 1e-10."""
 
 Rng = np.random.Generator
 Ints = NDArray[np.int64]
@@ -41,7 +41,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Zipf:
-    """The k-th most wanted row is asked for in proportion to k^-exponent."""
+    """The k-th most frequent row is drawn with a probability proportional to k^-exponent."""
 
     exponent: float
 
@@ -52,7 +52,7 @@ class Zipf:
         return spread(self._ranks(rng, count, rows), rows)
 
     def _ranks(self, rng: Rng, count: int, rows: int) -> Ints:
-        """Ranks from 0 by inversion: exact sums for the head, the integral of x^-S for the tail."""
+        """Ranks from 0 by inversion of the distribution: exact sums for the head, the integral of x^-S for the tail."""
         s, head = self.exponent, min(rows, ZIPF_HEAD)
         cumulative = np.cumsum(np.arange(1, head + 1, dtype=np.float64) ** -s)
         tail = _power_integral(head + 0.5, rows + 0.5, s)
@@ -79,7 +79,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Geometric:
-    """Lengths from 0 that fall off geometrically around a mean; empty bags occur."""
+    """Bag lengths from 0 on with a geometric distribution of this mean; empty bags occur."""
 
     mean: float
 
@@ -92,7 +92,7 @@ class Geometric:
 
 @dataclass(frozen=True)
 class Skew:
-    """Bags of `short` ids, and a `share` of them with `long` ids instead."""
+    """A `share` of the bags has `long` ids, the others have `short` ids."""
 
     short: int
     long: int
@@ -106,8 +106,8 @@ class Skew:
 
 
 def spread(ranks: Ints, rows: int) -> Ints:
-    """Ranks to rows by a bijection that puts neighbouring ranks far apart: hot rows never share a page by rank."""
-    # Golden-section steps; the factor stays small enough that rank * factor fits 63 bits for the largest tables.
+    """The rows of ranks, by a bijection that puts neighbouring ranks far apart, so that hot rows do not share pages."""
+    # Golden-section steps; the factor is small enough that rank * factor fits 63 bits for the largest tables.
     factor = max(1, min(int(rows * 0.6180339887), (2**63 - 1) // rows - 1))
     while math.gcd(factor, rows) != 1:
         factor -= 1

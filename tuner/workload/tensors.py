@@ -1,4 +1,4 @@
-"""Drawn batches as the tensors that lookups take."""
+"""Converts drawn batches to the tensors that lookups take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embforge.tuner.workload import workload
 
 
 def input_of(drawn: workload.Batch, device: torch.device | str = "cpu", id_dtype: torch.dtype | None = None) -> Batch:
-    """The batch as a call's input on a device. Where nothing is moved or converted, it shares the arrays' memory."""
+    """The batch as a call's input on a device. If nothing is moved or converted, it shares the arrays' memory."""
 
     def put(array: Any, dtype: torch.dtype | None = None) -> Tensor:
         return torch.from_numpy(array).to(device, dtype)

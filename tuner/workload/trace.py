@@ -1,4 +1,4 @@
-"""Recorded traffic as a workload: batches as they were seen, bag lengths as they were seen, and how skewed ids are."""
+"""Recorded traffic as a workload: batches and bag lengths as they were recorded, and how skewed their ids are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embforge.trace.file_format import Trace, read_trace
 from embforge.tuner.workload.laws import Ints, Rng
 
 STEEPEST = 4.0
-"""Of the exponents that are tried: there, nearly all ids are the same few."""
+"""The largest exponent that is tried: with it, nearly all ids are the same few."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RecordedLengths:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """Lengths drawn from those that were seen, each as likely as it was."""
+    """Lengths drawn from those that were recorded, each as likely as it was frequent."""
 
     seen: Ints
 
@@ -53,7 +53,7 @@ class Observed:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The part of a trace that one batch takes: its samples' bag lengths, ids and weights, feature-major."""
+    """The part of a trace that makes one batch: bag lengths, ids and weights of its samples, feature-major."""
 
     size: int
     lengths: Ints
@@ -62,12 +62,12 @@ class Cut:
 
 
 def load(path: str) -> Trace:
-    """The trace in a file, read once until the file changes. `WorkloadError` if it cannot be used."""
+    """The trace in a file; it is read again only if the file has changed. `WorkloadError` if it cannot be used."""
     try:
         facts = os.stat(path)
         stamp = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
     except OSError:
-        stamp = None  # reading says what is wrong
+        stamp = None  # reading raises the error
     return _load(path, stamp)
 
 
@@ -77,9 +77,10 @@ def _load(path: str, stamp: Any) -> Trace:
 
 
 def fitting(path: str, spec: CollectionSpec) -> tuple[Trace, list[int]]:
-    """A trace whose batches the spec can serve, and which of its features each of the spec's is.
+    """The trace in a file, and for each feature of the spec the index of the trace's feature that it takes ids from.
 
-    Features go by name if the names are the same, else by position. `WorkloadError` says what does not fit.
+    Features are matched by name if both have the same names, otherwise by position. `WorkloadError` if the trace does
+    not have as many features as the spec.
     """
     trace = load(path)
     names = [feature.name for feature in spec.features]
@@ -93,14 +94,17 @@ def fitting(path: str, spec: CollectionSpec) -> tuple[Trace, list[int]]:
 
 
 def recorded_lengths(path: str, spec: CollectionSpec) -> list[Observed]:
-    """What bags of each feature of the spec held."""
+    """For each feature of the spec: the bag lengths that were recorded, as a law to draw from."""
     trace, order = fitting(path, spec)
     _check_samples(path, trace)
     return [Observed(trace.lengths_of(index)) for index in order]
 
 
 def recorded_batch(path: str, spec: CollectionSpec, batch: int | None, number: int) -> Cut:
-    """The `number`-th batch, from 0 and around. As recorded, or with `batch` samples each in the recorded order."""
+    """The `number`-th batch of a trace, from 0; the first follows the last.
+
+    With `batch` None these are the recorded batches, otherwise batches of `batch` samples in the recorded order.
+    """
     trace, order = fitting(path, spec)
     _check_numbers(path, spec, trace, order)
     if batch is None:
@@ -124,7 +128,8 @@ def recorded_batch(path: str, spec: CollectionSpec, batch: int | None, number: i
 
 
 def recorded_skew(path: str, spec: CollectionSpec) -> float | None:
-    """Zipf's exponent that would ask for as many distinct rows: the mean over features, weighted by their ids."""
+    """The exponent of Zipf's law that asks for as many distinct rows as the trace: the mean over features, weighted by
+    their numbers of ids. None if the trace has no ids."""
     trace, order = fitting(path, spec)
     fits, sizes = [], []
     for feature, index in zip(spec.features, order, strict=True):
@@ -136,9 +141,9 @@ def recorded_skew(path: str, spec: CollectionSpec) -> float | None:
 
 
 def fitted_exponent(ids: Ints, rows: int) -> float:
-    """Zipf's exponent under which windows of these ids would hold as many distinct ones as they do.
+    """The exponent of Zipf's law under which windows of ids hold as many distinct ones as windows of these ids do.
 
-    A window is as long as the table at most: in a longer one every row is seen, whatever the law.
+    A window has at most as many ids as the table has rows: in a longer one nearly every row occurs under any law.
     """
     window = min(ids.size, rows)
     windows = min(ids.size // window, max(16, 2**16 // window))
@@ -151,20 +156,21 @@ def fitted_exponent(ids: Ints, rows: int) -> float:
 
 
 def expected_distinct(exponent: float, draws: int, rows: int) -> float:
-    """How many distinct rows that many draws by Zipf's law ask for."""
-    head = min(rows, 4096)  # rank by rank; past it, in groups of ranks that are nearly as likely
+    """How many distinct rows occur on average in `draws` draws by Zipf's law."""
+    head = min(rows, 4096)  # ranks that are counted one by one; later ranks are counted in groups of similar chance
     edges = np.geomspace(head + 0.5, rows + 0.5, 513) if rows > head else np.array([head + 0.5])
     ranks = np.concatenate([np.arange(1.0, head + 1), np.sqrt(edges[1:] * edges[:-1])])
     counts = np.concatenate([np.ones(head), np.diff(edges)])
     likely = ranks**-exponent
     likely /= (likely * counts).sum()
-    with np.errstate(divide="ignore"):  # a table of one row: it is certain
+    with np.errstate(divide="ignore"):  # log1p(-1) for a table of one row, which is certain to occur
         missed = np.exp(draws * np.log1p(-np.minimum(likely, 1.0)))
     return float((counts * (1.0 - missed)).sum())
 
 
 def _samples(trace: Trace, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """`count` samples of all batches in a ring, from the `start`-th: batch, first and last of each piece."""
+    """`count` samples of the trace from the `start`-th on; the first batch follows the last. Yields for each piece the
+    index of its batch, its first sample, and the sample after its last."""
     ends = np.cumsum(trace.sizes)
     at = int(np.searchsorted(ends, start, side="right"))
     begin = start - int(ends[at] - trace.sizes[at])
@@ -178,7 +184,7 @@ def _samples(trace: Trace, start: int, count: int) -> Iterator[tuple[int, int, i
 
 def _check_samples(path: str, trace: Trace) -> None:
     if not trace.samples:
-        raise WorkloadError(f"trace {path}: its {len(trace)} batches have no samples; record calls that have")
+        raise WorkloadError(f"trace {path}: its {len(trace)} batches have no samples; record calls with samples")
 
 
 def _check_numbers(path: str, spec: CollectionSpec, trace: Trace, order: list[int]) -> None:
@@ -194,5 +200,5 @@ def _check_numbers(path: str, spec: CollectionSpec, trace: Trace, order: list[in
             if longest > feature.slots:
                 raise WorkloadError(
                     f"trace {path}: a bag of feature {feature.name!r} has {longest} ids, hotness={feature.slots} "
-                    f"allows {feature.slots}; raise hotness or record it again"
+                    f"allows {feature.slots}; raise hotness, or record a trace with shorter bags"
                 )

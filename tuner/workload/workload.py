@@ -1,12 +1,13 @@
-"""What a lookup is asked to do, in one string: `zipf:1.05,len=geo:20,batch=2048`.
+"""Workloads: which batches a lookup gets, described by one string such as `zipf:1.05,len=geo:20,batch=2048`.
 
-    ids    uniform | zipf:S | trace:FILE       how often a row is asked for; zipf's hot rows are spread over the table
+    ids    uniform | zipf:S | trace:FILE       how often each row occurs; zipf's hot rows are spread over the table
     len    fixed:L | geo:MEAN | skew:SHORT:LONG:SHARE | trace:FILE
-                                               ids a bag; without it each feature's hotness, else 1
-    batch  samples
+                                               ids per bag; by default each feature's hotness, or 1 if it has none
+    batch  samples per batch
 
-A trace is a file of recorded batches (`embforge record`). As ids it stands for all that was recorded, bag lengths,
-weights and batch sizes too, and with `batch` for the same samples in other batches; as len for bag lengths alone.
+A trace is a file of recorded batches (`embforge record`). `trace:FILE` as ids means the recorded batches themselves,
+with their bag lengths, weights and sizes; `batch` cuts the same samples into batches of that size. `len=trace:FILE`
+means the recorded bag lengths alone.
 
 Batches are made by numpy from a seed alone: the same string, spec and seed give the same bits everywhere.
 """
@@ -41,27 +42,27 @@ GRAMMAR = (
 )
 MAX_BATCH = 2**31
 BAGS_TO_COUNT = 2**14
-"""Bags of a feature from which the mean bag length is taken."""
+"""Bags that are drawn for each feature to calculate the mean bag length."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of batch. `str()` gives the text that `parse` reads back to an equal workload."""
+    """A description of batches. `parse` makes an equal workload of the text that `str()` returns."""
 
     ids: IdLaw | Recorded = field(default=Uniform())
     lengths: LengthLaw | RecordedLengths | None = None
-    """None: each feature's hotness, or one id a bag; of a trace, as recorded."""
+    """None: each feature's hotness, or one id per bag; with a trace of ids, the recorded lengths."""
     batch: int | None = 2048
-    """None: as recorded; only a trace has such."""
+    """None: the recorded batch sizes, which only a trace of ids has."""
 
     def __post_init__(self) -> None:
         if isinstance(self.ids, Recorded) and self.lengths is not None:
             raise WorkloadError(
-                f"workload {str(self)!r}: len={self.lengths} beside a trace, which has its own; leave it out, or draw "
-                f"ids by uniform or zipf:S; form: {GRAMMAR}"
+                f"workload {str(self)!r}: len={self.lengths} next to a trace, which has its own bag lengths; leave it "
+                f"out, or draw ids by uniform or zipf:S; form: {GRAMMAR}"
             )
         if self.batch is None and not isinstance(self.ids, Recorded):
-            raise WorkloadError(f"workload {str(self)!r}: only a trace has batch sizes of its own; give batch=N")
+            raise WorkloadError(f"workload {str(self)!r}: only a trace has its own batch sizes; set batch=N")
 
     def __str__(self) -> str:
         length = f",len={self.lengths}" if self.lengths is not None else ""
@@ -69,7 +70,10 @@ class Workload:
         return f"{self.ids}{length}{batch}"
 
     def identity(self) -> str:
-        """Like `str()`, with a digest of what it holds in the place of a trace's name. `WorkloadError` as `parse`."""
+        """The same text as `str()`, but with a digest of a trace's content instead of its file's name.
+
+        `WorkloadError` if the trace cannot be read.
+        """
         ids, lengths = self.ids, self.lengths
         return str(
             replace(
@@ -80,13 +84,13 @@ class Workload:
         )
 
     def at_most(self, samples: int) -> Workload:
-        """The same traffic in batches of no more samples than that."""
+        """The same workload in batches of at most this many samples."""
         return replace(self, batch=samples if self.batch is None else min(self.batch, samples))
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The input of one lookup: ids of all bags, feature-major bag borders, weights if any feature is weighted."""
+    """The input of one lookup: the ids of all bags, feature-major offsets, and weights if any feature is weighted."""
 
     size: int
     values: NDArray[Any]
@@ -94,16 +98,16 @@ class Batch:
     weights: NDArray[np.float32] | None
 
     def feature(self, index: int) -> slice:
-        """Where the ids of one feature stand in `values`."""
+        """The slice of `values` that holds the ids of one feature."""
         return slice(int(self.offsets[index * self.size]), int(self.offsets[(index + 1) * self.size]))
 
 
 def parse(text: str) -> Workload:
-    """The workload of a string; `WorkloadError` says which part is wrong and what is allowed. Opens no file."""
+    """Reads a workload from its text. `WorkloadError` says what is wrong and what is allowed. No file is opened."""
     parts: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, separator, value = part.partition("=")
-        if not separator or part.startswith("trace:"):  # a file's name may have any sign but a comma
+        if not separator or part.startswith("trace:"):  # a file's name may have any character but a comma
             key, value = "ids", part
         key = key.strip() or "ids"
         if key not in ("ids", "len", "batch"):
@@ -122,15 +126,16 @@ def parse(text: str) -> Workload:
 
 
 def make_batch(spec: CollectionSpec, workload: Workload, seed: int = 0, id_dtype: str = "int64") -> Batch:
-    """One batch of the workload for a spec. Seeds 0, 1, 2, ... give independent batches; of a trace the first, the
-    second and so on, and the first again after the last.
+    """Makes one batch of the workload for a spec.
 
-    A `concat` feature's bags never exceed its hotness. `weights` (one an id, in [0.5, 1.5) or as recorded) exist if any
-    feature is weighted. `WorkloadError` for a trace that cannot be read or does not fit the spec.
+    Seeds 0, 1, 2, ... give independent batches. With a trace they give its first, second, third batch and so on, and
+    the first again after the last. A `concat` feature's bags never exceed its hotness. If any feature is weighted, each
+    id has a weight, drawn from [0.5, 1.5) or as recorded. `WorkloadError` for a trace that cannot be read or does not
+    fit the spec.
     """
     if isinstance(workload.ids, Recorded):
         return _recorded(spec, workload.ids, workload.batch, seed, id_dtype)
-    assert workload.batch is not None  # as __post_init__ sees to
+    assert workload.batch is not None  # __post_init__ checks it
     rng = np.random.default_rng([0xE3BF0, seed])
     lengths, values = [], []
     for feature, law in zip(spec.features, _length_laws(spec, workload), strict=True):
@@ -139,11 +144,14 @@ def make_batch(spec: CollectionSpec, workload: Workload, seed: int = 0, id_dtype
         values.append(workload.ids.draw(rng, int(drawn.sum()), spec.table(feature.table).num_embeddings))
     flat = np.concatenate(values)
     weights = (rng.random(flat.size, dtype=np.float32) + np.float32(0.5)) if _is_weighted(spec) else None
-    return Batch(workload.batch, flat.astype(id_dtype), _borders(np.concatenate(lengths)).astype(id_dtype), weights)
+    return Batch(workload.batch, flat.astype(id_dtype), _offsets(np.concatenate(lengths)).astype(id_dtype), weights)
 
 
 def traffic(spec: CollectionSpec, workload: Workload) -> Traffic:
-    """The workload by its numbers. A trace's skew is an estimate: Zipf's exponent for as many distinct rows."""
+    """The workload in numbers: mean batch size, mean bag length and skew.
+
+    A trace's skew is an estimate: the exponent of Zipf's law that asks for as many distinct rows.
+    """
     ids = workload.ids
     if isinstance(ids, Recorded):
         trace = load(ids.path)
@@ -162,11 +170,11 @@ def _recorded(spec: CollectionSpec, ids: Recorded, size: int | None, seed: int, 
     weights = None
     if _is_weighted(spec):
         weights = np.ones(cut.values.size, np.float32) if cut.weights is None else cut.weights
-    return Batch(cut.size, cut.values.astype(id_dtype), _borders(cut.lengths).astype(id_dtype), weights)
+    return Batch(cut.size, cut.values.astype(id_dtype), _offsets(cut.lengths).astype(id_dtype), weights)
 
 
 def _length_laws(spec: CollectionSpec, workload: Workload) -> Sequence[LengthLaw]:
-    """How long the bags of each feature are."""
+    """For each feature: the law of its bag lengths."""
     lengths = workload.lengths
     if isinstance(lengths, RecordedLengths):
         return recorded_lengths(lengths.path, spec)
@@ -180,7 +188,7 @@ def _lengths(rng: Rng, law: LengthLaw, feature: FeatureSpec, count: int) -> Ints
     return drawn
 
 
-def _borders(lengths: Ints) -> Ints:
+def _offsets(lengths: Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -190,7 +198,7 @@ def _is_weighted(spec: CollectionSpec) -> bool:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the parts of one workload text, whose mistakes it names."""
+    """Reads values in the text of one workload; its errors quote the text."""
 
     text: str
 
@@ -223,7 +231,7 @@ class _Reader:
     def file(self, value: str) -> str:
         name = value.partition(":")[2].strip()
         if not name:
-            raise self.error(f"{value!r} names no file; give trace:FILE, a name without a comma")
+            raise self.error(f"{value!r} names no file; write trace:FILE with a file name that has no comma")
         return Path(name).as_posix()
 
     def whole(self, what: str, value: str, low: int, high: int) -> int:

@@ -1,6 +1,6 @@
-"""Writes tuned results: into a store, out to one file that can be carried elsewhere, and back in.
+"""Writes tuned results: into a store, out to one file for another machine, and from such a file into a store.
 
-Every file is whole at every moment, and nothing is written before all of it is known to be valid.
+A reader finds each file complete at any moment, and nothing is written before all of it is known to be valid.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from embforge.codegen.tuned.stores import Problem, Stored, project_dir, read_fil
 Where = Literal["user", "project"] | Path
 """A store by its name, or any directory."""
 SHORT = 8
-"""Digits of a digest that people read and type."""
+"""Digits of a digest that are shown to people."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A result that was stored, and what stood in its place."""
+    """A result that was stored, and the result or the unreadable file that it replaced."""
 
     record: Record
     path: Path
@@ -33,15 +33,16 @@ class Written:
 
 
 def save(record: Record, where: Where, *, origin: Path | None = None) -> Path:
-    """Stores a result by its meaning; one of the same meaning is replaced. `origin`: the spec's file, for its project.
+    """Stores a result. It replaces one for the same key: the same op, shape, workload and hardware.
 
-    `TunedError` for a record that could not be read back; nothing is written then.
+    `origin` is the spec's file, which determines the project. `TunedError` for a record that could not be read back;
+    nothing is written then.
     """
     return _write([record], directory_of(where, origin))[0].path
 
 
 def export(records: Iterable[Record], file: Path) -> int:
-    """All records as one document; of several with one meaning the first. Returns how many."""
+    """Writes records to one file and returns how many. If several have the same key, the first is written."""
     first: dict[str, Record] = {}
     for record in records:
         first.setdefault(file_name(record.key), record)
@@ -52,7 +53,7 @@ def export(records: Iterable[Record], file: Path) -> int:
 
 
 def import_(file: Path, where: Where, *, origin: Path | None = None) -> list[Written]:
-    """Stores all results of a document, or of another store's file, and says what each replaced.
+    """Stores all results of an exported file, or of one file of another store, and returns what each replaced.
 
     `TunedError` naming the file if any of it is not valid; nothing is written then.
     """
@@ -61,10 +62,10 @@ def import_(file: Path, where: Where, *, origin: Path | None = None) -> list[Wri
     except TunedError as error:
         raise TunedError(f"{file}: {error}") from None
     names = [file_name(record.key) for record in records]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for index, name in enumerate(names):
+        if name in names[:index]:
             raise TunedError(
-                f"{file}: records {names.index(name)} and {place} have one meaning ({name}); remove one of them"
+                f"{file}: records {names.index(name)} and {index} are for the same key ({name}); remove one of them"
             )
     return _write(records, directory_of(where, origin))
 
@@ -73,33 +74,39 @@ def remove(stored: Stored) -> None:
     """Removes a result from its store. `TunedError` for one that came with the package."""
     if stored.store == "shipped":
         raise TunedError(
-            f"{stored.path}: shipped with the package and not removed; `embforge tune` stores a result that goes before"
+            f"{stored.path}: is shipped with the package and is not removed; `embforge tune` stores a result that is "
+            "used instead"
         )
     stored.path.unlink(missing_ok=True)
 
 
 def find(text: str, stored: Sequence[Stored]) -> Stored:
-    """The result whose digest begins so; of one meaning in several stores the first. `TunedError` otherwise."""
+    """The result whose digest starts with `text`, from the first of `stored` that has it.
+
+    `TunedError` if no digest or several digests start with it.
+    """
     wanted = text.lower()
-    fitting = [one for one in stored if wanted and digest_of(one.record.key).startswith(wanted)]
-    digests = sorted({digest_of(one.record.key) for one in fitting})
+    matches = [result for result in stored if wanted and digest_of(result.record.key).startswith(wanted)]
+    digests = sorted({digest_of(result.record.key) for result in matches})
     if len(digests) == 1:
-        return fitting[0]
+        return matches[0]
     if digests:
-        raise TunedError(f"{text!r} stands for {len(digests)} tuned results: {', '.join(digests)}; give more digits")
-    known = ", ".join(sorted({digest_of(one.record.key)[:SHORT] for one in stored})) or "none"
+        raise TunedError(
+            f"{len(digests)} tuned results have ids that start with {text!r}: {', '.join(digests)}; give more digits"
+        )
+    known = ", ".join(sorted({digest_of(result.record.key)[:SHORT] for result in stored})) or "none"
     raise TunedError(f"no tuned result has the id {text!r}; known: {known}; see `embforge tuned ls`")
 
 
 def directory_of(where: Where, origin: Path | None = None) -> Path:
-    """The directory of a store that can be written."""
+    """The directory of a store to write to."""
     if isinstance(where, Path):
         return where
     return user_dir() if where == "user" else project_dir(origin)
 
 
 def _write(records: Sequence[Record], directory: Path) -> list[Written]:
-    texts = [to_json([record]) for record in records]  # all of them checked before the first is written
+    texts = [to_json([record]) for record in records]  # checks all of them before the first is written
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for record, text in zip(records, texts, strict=True):

@@ -1,4 +1,4 @@
-"""Everything together: a task is searched, its best raced against the default, and what the finals say is stored."""
+"""Tunes a kernel: searches plans, races the best of them against the default, and stores what the finals decide."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from embforge.tuner.study.trials import Trials
 from embforge.tuner.workload.workload import Workload
 
 FINALS_SHARE, FINALS_SECONDS = 0.25, 45.0
-"""What the search leaves of the budget for the finals, the lesser of the two; without a budget they take so long."""
+"""The search leaves this share of the budget for the finals, but at most this many seconds. Without a budget, the
+finals take this many seconds."""
 ADVICE_SHOWN = 3
 
 Event = SearchEvent | Racing
@@ -48,26 +49,26 @@ Event = SearchEvent | Racing
 
 @dataclass(frozen=True, eq=False)
 class TuneResult:
-    """What a run found and did. `report_of(result.study)` is the same and more, for people."""
+    """What a run found and did. `report_of(result.study)` makes a report of it for people."""
 
     task: Task
     study: optuna.Study
-    """All its trials, also those of earlier runs and of other processes."""
+    """The study with all its trials, also those of earlier runs and of other processes."""
     storage: str
-    """Its URL, without a password."""
+    """The URL of the study's storage, without a password."""
     finished: int
-    """Trials of this run."""
+    """How many trials this run finished."""
     best: Params
-    """What ships: the default unless something is faster."""
+    """The params that the run decided for: the default's unless others are faster."""
     race: Race | None
     """None if this run held no finals."""
     records: tuple[Record, ...]
     paths: tuple[Path, ...]
     """Where the records were stored; empty if they were not."""
     unstored: str
-    """Why a workload has no record, in a sentence; empty if all have one."""
+    """Why workloads have no record; empty if all have one."""
     ledger: dict[str, float]
-    """Wall seconds of this run by phase."""
+    """Wall-clock seconds of this run by phase."""
 
 
 def tune(
@@ -88,12 +89,13 @@ def tune(
 ) -> TuneResult:
     """Tunes a spec's forward, or with `train` (a rule's name) its backward, for about `budget` seconds.
 
-    `trials`: at most so many in this run; 0 runs nothing and tells what the study holds. `budget` None: until the
-    trials or the space end. `baseline`: fields that the search starts from instead of the default. `store` None keeps
-    the result to the caller. An interrupted run goes on where it was when it is called again with the same arguments.
+    `trials` limits the number of trials in this run; with 0 nothing runs, and the result describes the study as it is.
+    With `budget` None the search ends when the trials or the points of the space are used up. `baseline` has fields of
+    a plan from which the search starts instead of the default. With `store` None nothing is stored. A run that was
+    interrupted continues if this is called again with the same arguments.
 
-    `ToolchainError` without a compiler, or if `on` is "cuda" and there is no GPU; `StorageError`, `JudgeError`,
-    `RaceError` as their modules say; errors of the arguments as `task_of` says.
+    `ToolchainError` without a compiler, or if `on` is "cuda" and there is no GPU; `StorageError`, `JudgeError` and
+    `RaceError` as their modules describe, and errors of the arguments as `task_of` describes.
     """
     ledger = Ledger()
     with ledger.phase(STARTING):
@@ -106,20 +108,20 @@ def tune(
             cache=cache,
             id_dtype=id_dtype,
         )
-        name, about, url = task.name, task.about(), storage or default_url()  # what is wrong with the task comes first
+        name, about, url = task.name, task.about(), storage or default_url()  # errors of the task come first
         study = Trials(open_storage(url), name, task.space, about=about, uri_of=lambda params: task.plan(params).uri)
     before = {} if store is None else _stored_before(task, directory_of(store, spec.origin))
-    finished, found = 0, None
+    finished, finals = 0, None
     if trials != 0:
-        finished, found = _run(task, study, before, ledger, budget, trials, seed, progress)
-    notes = _notes(task, found)
-    records, unstored = ((), "no finals were held") if found is None else _records(task, found, before, notes)
+        finished, finals = _run(task, study, before, ledger, budget, trials, seed, progress)
+    notes = _notes(task, finals)
+    records, unstored = ((), "no finals were held") if finals is None else _records(task, finals, before, notes)
     paths = () if store is None else tuple(save(record, store, origin=spec.origin) for record in records)
     seconds = ledger.seconds
-    if found is not None:
+    if finals is not None:
         study.tell_about(
             {
-                "finals": finals_data(found),
+                "finals": finals_data(finals),
                 "finals_at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "ledger": seconds,
                 "notes": list(notes),
@@ -131,8 +133,8 @@ def tune(
         study=study.study,
         storage=masked(url),
         finished=finished,
-        best=task.default if found is None or not found.decision.ships else found.leader.params,
-        race=found,
+        best=task.default if finals is None or not finals.decision.ships else finals.leader.params,
+        race=finals,
         records=records,
         paths=paths,
         unstored=unstored,
@@ -140,15 +142,15 @@ def tune(
     )
 
 
-def finals_data(found: Race) -> dict[str, Any]:
+def finals_data(finals: Race) -> dict[str, Any]:
     """A race as plain data: the decision's fields, `leader` (params), `samples`, `others`, `failed` and `clocks`."""
-    failed = {uri: {"kind": outcome.kind} | asdict(outcome) for uri, outcome in found.failed.items()}
-    data = asdict(found.decision) | {
-        "leader": asdict(found.leader.params),
-        "samples": found.samples,
-        "others": found.others,
+    failed = {uri: {"kind": outcome.kind} | asdict(outcome) for uri, outcome in finals.failed.items()}
+    data = asdict(finals.decision) | {
+        "leader": asdict(finals.leader.params),
+        "samples": finals.samples,
+        "others": finals.others,
         "failed": failed,
-        "clocks": found.clocks,
+        "clocks": finals.clocks,
     }
     plain: dict[str, Any] = json.loads(json.dumps(data))
     return plain
@@ -164,7 +166,7 @@ def _run(
     seed: int,
     progress: Callable[[Event], object],
 ) -> tuple[int, Race]:
-    """Searches, then races. How many trials were finished, and what the finals found."""
+    """Searches, then races the best. Returns how many trials were finished, and the finals."""
     end = float("inf") if budget is None else time.monotonic() - ledger.elapsed + budget
     reserve = 0.0 if budget is None else min(FINALS_SHARE * budget, FINALS_SECONDS)
     on_cpu, workers = target_named(task.target).is_native, builders(task)
@@ -183,9 +185,9 @@ def _run(
             ledger=ledger,
             progress=progress,
         )
-        builder.close()  # what nobody will measure must not be compiled beside the finals
+        builder.close()  # plans that will not be measured must not be compiled during the finals
         start, waited = time.monotonic(), judge.seconds[WAITING]
-        found = race(
+        finals = race(
             judge,
             [task.plan(params) for params in _finalists(task, study, before)],
             task.plan(task.default),
@@ -197,26 +199,27 @@ def _run(
         waited = judge.seconds[WAITING] - waited
         ledger.add(WAITING, waited)
         ledger.add(RACING, time.monotonic() - start - waited)
-    return finished, found
+    return finished, finals
 
 
-def _notes(task: Task, found: Race | None) -> tuple[str, ...]:
-    """What people should know beside the result."""
-    retaken = 0 if found is None else found.retaken
+def _notes(task: Task, finals: Race | None) -> tuple[str, ...]:
+    """Remarks for people: whether rounds were taken again, and advice on the layout of tables."""
+    retaken = 0 if finals is None else finals.retaken
     blocks = "1 block of rounds was" if retaken == 1 else f"{retaken} blocks of rounds were"
     busy = [f"finals: {blocks} taken again, because other processes used the CPUs"] if retaken else []
-    layouts = advice(layout_of(task.spec, task.update), task.target)[:ADVICE_SHOWN]
-    return (*busy, *(one.sentence for one in layouts))
+    layout_advice = advice(layout_of(task.spec, task.update), task.target)[:ADVICE_SHOWN]
+    return (*busy, *(advice_on_table.sentence for advice_on_table in layout_advice))
 
 
 def _stored_before(task: Task, directory: Path) -> dict[str, Record]:
-    """What the store holds already for exactly this, by workload."""
-    found = {workload: read_file(directory / file_name(task.key(workload))) for workload in task.workloads}
-    return {workload: record for workload, record in found.items() if isinstance(record, Record)}
+    """By workload: the records that the store already holds for this task."""
+    stored = {workload: read_file(directory / file_name(task.key(workload))) for workload in task.workloads}
+    return {workload: record for workload, record in stored.items() if isinstance(record, Record)}
 
 
 def _finalists(task: Task, study: Trials, before: Mapping[str, Record]) -> list[Params]:
-    """The best of all trials, whoever ran them, the baseline, and what is to be replaced."""
+    """The candidates for the finals: the best of all trials of any process, the baseline, and the stored params that
+    the result would replace."""
     timed = [(o.score, n, params) for n, (params, o) in study.outcomes().items() if isinstance(o, Timed)]
     best = [params for _, _, params in sorted(timed, key=lambda t: t[:2]) if params != task.default][:FINALISTS]
     others = [task.baseline] if task.baseline else []
@@ -225,28 +228,29 @@ def _finalists(task: Task, study: Trials, before: Mapping[str, Record]) -> list[
 
 
 def _records(
-    task: Task, found: Race, before: Mapping[str, Record], notes: tuple[str, ...]
+    task: Task, finals: Race, before: Mapping[str, Record], notes: tuple[str, ...]
 ) -> tuple[tuple[Record, ...], str]:
-    """What the finals prove, a record a workload, and why some have none.
+    """One record for each workload for which the finals decided, and why the other workloads have none.
 
-    Where the default stays beyond doubt, it is what is stored, so that nobody searches again in vain. A doubt stores
-    nothing: what stood in the store was proven. A compromise over several workloads does not replace a better result.
+    If the finals decide for the default, the default is stored, so that the search is not repeated in vain. If they are
+    undecided, nothing is stored, because an earlier record rests on a decision. A plan that was tuned for several
+    workloads at once does not replace a record with a larger gain.
     """
-    decision, created, versions = found.decision, datetime.now(UTC).isoformat(timespec="seconds"), task.versions()
+    decision, created, versions = finals.decision, datetime.now(UTC).isoformat(timespec="seconds"), task.versions()
     if not decision.ships and not decision.settled:
         stays = "; what was stored before stays" if before else ""
         remedy = "tune again on a quieter machine" if decision.disturbed else "give them more time or a quieter machine"
         reason = f" ({decision.disturbed})" if decision.disturbed else ""
         return (), f"the finals ended undecided{reason}{stays}: {remedy}"
-    best = found.leader.params if decision.ships else task.default
+    best = finals.leader.params if decision.ships else task.default
     if not decision.ships:
-        notes = (f"{decision.why}; that candidate: {found.leader.params}", *notes)
-    records, left = [], []
-    for workload, times in found.samples.items():
+        notes = (f"{decision.why}; that candidate: {finals.leader.params}", *notes)
+    records, left_out = [], []
+    for workload, times in finals.samples.items():
         gain, floor = decision.gains[workload], decision.noise_floors[workload]
         better = workload in before and before[workload].gain.median > gain.median and len(task.workloads) > 1
         if decision.ships and (gain.median <= 1 + floor or better):
-            left.append(workload)
+            left_out.append(workload)
             continue
         records.append(
             Record(
@@ -266,4 +270,6 @@ def _records(
                 notes=notes,
             )
         )
-    return tuple(records), f"not above the noise floor or the result before on {', '.join(left)}" if left else ""
+    if not left_out:
+        return tuple(records), ""
+    return tuple(records), f"the gain is not above the noise floor or the stored result's on {', '.join(left_out)}"

@@ -1,1 +1,1 @@
-"""The forward benchmark: workloads, criteria, runner, page and plot. Not part of the wheel."""
+"""Benchmarks of lookups, training steps, sharding, builds and the tuner. They are not part of the wheel."""

@@ -1,8 +1,8 @@
-"""How long a spec takes to become a kernel: `python -m benchmarks.build_times`.
+"""Times how long a spec takes to become a kernel: `python -m benchmarks.build_times`.
 
 Every figure is the median of fresh processes: cold with an empty cache, then from the cache. "with imports" counts
-from the first line of Python on, "build" from the spec file to the binary on disk. "build" is held against the limits
-below: a new spec for a GPU must not break a train of thought, a known one must not be felt.
+from the first line of Python, "build" from the spec file to the binary on disk. "build" is compared with the limits
+below: a user must not have to wait long for a new spec for a GPU, and must not notice the time for a cached one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ print(json.dumps({"build": done - imported, "all": done - start, "cached": built
 CASES = (("dlrm", "cuda", "sm_90"), ("dlrm", "cuda", "sm_100"), ("mixed", "cuda", "sm_90"), ("dlrm", "cpu", "avx2"))
 ROUNDS = 5
 COLD_SECONDS = {("dlrm", "cuda"): 2.0}
-"""Longest cold build, by spec and target; the others have no limit."""
+"""The longest time that a cold build may take, by spec and target; other builds have no limit."""
 CACHED_SECONDS = 0.020
-"""Longest build from the cache, of anything."""
+"""The longest time that any build from the cache may take."""
 
 
 def main() -> None:
@@ -62,13 +62,13 @@ def main() -> None:
 
 
 def verdicts_of(case: tuple[str, str, str], cold: float, cached: float) -> list[str]:
-    """A line for each limit on the case: pass or miss, what was measured (seconds) and what is allowed."""
+    """One line for each limit of the case: pass or MISS, the measured time and the limit. Arguments are in seconds."""
     spec, target, _ = case
     limits = [("cold", cold, COLD_SECONDS.get((spec, target))), ("cached", cached, CACHED_SECONDS)]
     return [
-        f"{'pass' if taken <= limit else 'MISS'}  {' '.join(case)}: "
-        f"{kind} build {_shown(taken)}, at most {_shown(limit)}"
-        for kind, taken, limit in limits
+        f"{'pass' if measured <= limit else 'MISS'}  {' '.join(case)}: "
+        f"{kind} build {_shown(measured)}, at most {_shown(limit)}"
+        for kind, measured, limit in limits
         if limit is not None
     ]
 

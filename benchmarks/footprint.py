@@ -1,8 +1,8 @@
-"""What a CPU-only install weighs beside torch: `python -m benchmarks.footprint`, or `make footprint`.
+"""Measures how much a CPU-only install adds to torch's size: `python -m benchmarks.footprint`, or `make footprint`.
 
-In a new virtual environment, torch is installed first, as requirements.lock pins it; then this clone with what it
-needs beside torch, at the versions of the lock; then a lookup runs there. Bytes downloaded are the sizes of the wheels,
-bytes installed those of the files that pip recorded.
+In a new virtual environment, torch is installed first, as requirements.lock pins it; then this clone and its other
+requirements, at the versions of the lock; then a lookup runs there. Bytes downloaded are the sizes of the wheels, bytes
+installed those of the files that pip recorded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ INSTALLED = """
 import json
 from importlib.metadata import distributions
 sizes = {}
-for found in distributions():
-    paths = {path for file in found.files or () if (path := file.locate()).is_file()}
-    sizes[found.name.lower()] = sum(path.stat().st_size for path in paths)
+for package in distributions():
+    paths = {path for file in package.files or () if (path := file.locate()).is_file()}
+    sizes[package.name.lower()] = sum(path.stat().st_size for path in paths)
 print(json.dumps(sizes))
 """
 
 
 @dataclass(frozen=True)
 class Part:
-    """Packages that come together."""
+    """Packages that are installed together, and their sizes in bytes."""
 
     title: str
     packages: tuple[str, ...]
@@ -43,7 +43,7 @@ class Part:
 
 
 def measure(scratch: Path) -> list[Part]:
-    """Torch, this clone, and what it needs beside torch, in an environment made in `scratch`."""
+    """Installs torch, then this clone and its other requirements, in an environment in `scratch`, and measures each."""
     venv, lock = scratch / "venv", ROOT / "requirements.lock"
     _run(sys.executable, "-m", "venv", venv)
     python = venv / "bin" / "python"
@@ -54,7 +54,7 @@ def measure(scratch: Path) -> list[Part]:
     _run(*pip, "download", "--dest", scratch / "torch", torch)
     _run(*pip, "install", "--no-index", "--find-links", scratch / "torch", torch)
     with_torch = set(_installed(python))
-    parts = [_part("torch and what it needs", python, with_torch - before, scratch / "torch")]
+    parts = [_part("torch and its requirements", python, with_torch - before, scratch / "torch")]
 
     _run(*pip, "wheel", "--no-deps", "--wheel-dir", scratch / "embforge", ROOT)
     (wheel,) = (scratch / "embforge").glob("embforge-*.whl")
@@ -67,7 +67,7 @@ def measure(scratch: Path) -> list[Part]:
     _run(python, "-c", LOOKUP, cwd=scratch, env={**os.environ, "EMBFORGE_CACHE_DIR": str(scratch / "cache")})
     added = set(_installed(python)) - with_torch
     parts.append(_part("embforge", python, {"embforge"}, scratch / "embforge"))
-    parts.append(_part("what embforge needs beside torch", python, added - {"embforge"}, scratch / "rest"))
+    parts.append(_part("embforge's other requirements", python, added - {"embforge"}, scratch / "rest"))
     return parts
 
 
@@ -78,7 +78,7 @@ def _part(title: str, python: Path, names: set[str], wheels: Path) -> Part:
 
 
 def _installed(python: Path) -> dict[str, int]:
-    """Bytes on disk by package."""
+    """The bytes on disk of each installed package."""
     sizes: dict[str, int] = json.loads(_run(python, "-c", INSTALLED))
     return sizes
 
@@ -89,7 +89,7 @@ def _run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | No
 
 
 def main() -> None:
-    """Measures and prints a line per part."""
+    """Measures, and prints one line per part."""
     with tempfile.TemporaryDirectory() as scratch:
         parts = measure(Path(scratch))
     print(f"{'':34}{'packages':>9}{'bytes downloaded':>18}{'bytes installed':>18}")

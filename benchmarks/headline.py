@@ -1,4 +1,4 @@
-"""The README's one number and one chart, from the last full run of lookups: `python -m benchmarks.headline`."""
+"""Writes the README's number and chart from the last full run of lookups: `python -m benchmarks.headline`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PEERS = "the faster of torch.nn.EmbeddingBag and FBGEMM"
 
 
 def write_headline(record: dict[str, Any], readme: Path = README, chart: Path = CHART) -> None:
-    """Puts the number into the README, between markers, and draws the chart. `ValueError` without the markers."""
+    """Writes the number into the README, between markers, and draws the chart. `ValueError` without the markers."""
     replace_between(readme, BEGIN, END, headline(record))
     draw(chart, record)
 
 
 def headline(record: dict[str, Any]) -> str:
-    """The geometric mean with the conditions under which it was measured, as the README has it."""
+    """The README's sentence: the geometric mean, and the conditions under which it was measured."""
     machine, speedups = record["machine"], batches(record)
     text = (
         f"**{geometric_mean(speedups):.1f} times as fast** as {PEERS} at lookups on a CPU: the geometric mean of "
@@ -43,12 +43,12 @@ def headline(record: dict[str, Any]) -> str:
 
 
 def batches(record: dict[str, Any]) -> list[float]:
-    """Speed over the faster peer's, by workload; those of one sample measure call overhead and are left out."""
+    """The speedups over the faster peer. Workloads of one sample are left out, because they measure call overhead."""
     return [entry["speedup"] for entry in record["workloads"] if entry["group"] != "overhead"]
 
 
 def draw(path: Path, record: dict[str, Any]) -> None:
-    """A dot per workload, a row per group, on a scale where twice as fast is as far as half as fast."""
+    """Draws the chart: one dot per workload and one row per group, on a logarithmic scale of speedups."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -78,15 +78,16 @@ def draw(path: Path, record: dict[str, Any]) -> None:
 
 
 def _draw_row(axes: Any, row: int, entries: list[dict[str, Any]]) -> None:
-    """The row's workloads, those of nearly one speed above each other; the slowest and the fastest have their names."""
+    """Draws the workloads of one row. Dots of nearly equal speedups are stacked, and the slowest and the fastest have
+    their names below them."""
     entries = sorted(entries, key=lambda entry: entry["speedup"])
     stacked: dict[int, int] = {}
     for entry in entries:
         speed = entry["speedup"]
-        place = round(math.log2(speed) * 14)
-        stacked[place] = stacked.get(place, -1) + 1
+        column = round(math.log2(speed) * 14)
+        stacked[column] = stacked.get(column, -1) + 1
         color = FASTER if speed >= 1 else SLOWER
-        axes.scatter(speed, row - 0.16 * stacked[place], s=38, color=color, edgecolor="white", linewidth=0.8, zorder=3)
+        axes.scatter(speed, row - 0.16 * stacked[column], s=38, color=color, edgecolor="white", linewidth=0.8, zorder=3)
     for entry in (entries[0], entries[-1]):
         text = f"{entry['name'].removesuffix(', cached')}: {entry['speedup']:.2g}×"
         axes.annotate(text, (entry["speedup"], row), xytext=(0, -8), textcoords="offset points", ha="center", va="top",
@@ -94,7 +95,7 @@ def _draw_row(axes: Any, row: int, entries: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Rewrites both from the checked-in results."""
+    """Writes the number and the chart from the results that are checked in."""
     write_headline(json.loads(LATEST.read_text(encoding="utf-8")))
 
 

@@ -1,7 +1,8 @@
-"""What the lanes of a GPU would do: `python -m benchmarks.lanes`, counted by the SIMT executor, no GPU involved.
+"""Counts what the lanes of a GPU's warps do, by the SIMT executor and without a GPU: `python -m benchmarks.lanes`.
 
-embforge's kernels beside the mapping "one warp a bag, sized by the widest table", on the same batches. Two figures have
-a limit (`LIMITS`); the command fails if one is missed. `--write` puts the tables into docs/emulated_gpu.md.
+It compares embforge's kernels with the mapping "one warp per bag, sized by the widest table", on the same batches. Two
+figures have a limit (`LIMITS`); the command fails if one is missed. `--write` writes the tables into
+docs/emulated_gpu.md.
 """
 
 from __future__ import annotations
@@ -34,35 +35,38 @@ BEGIN, END = "<!-- lanes: written by make lanes -->", "<!-- end of lanes -->"
 SPECS = ("dlrm", "mixed")
 WORKLOADS = ("uniform,len=geo:20,batch=256", "uniform,len=geo:20,batch=2048")
 LIMITS = {"active lanes": 0.75, "load efficiency": 0.95}
-"""Least share of a warp's lanes that row loads use; least useful share of sectors, for rows that are whole sectors."""
+"""The least share of a warp's lanes that row loads must use, and the least share of the loaded sectors' bytes that must
+be requested, for tables whose rows are whole sectors."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One mapping's figures for one batch."""
+    """The figures of one mapping for one batch."""
 
     mapping: str
     rows: Traffic
     """Row loads of all tables."""
     whole: Traffic
-    """Of those whose rows are a multiple of a sector."""
+    """Row loads of tables whose rows are a multiple of a sector."""
     by_table: dict[str, Traffic]
     ids_per_bag: float
-    """Sectors of ids loaded for each bag, whatever its pooling."""
+    """Sectors of ids loaded per bag, over bags of every pooling."""
     offsets_per_bag: float
 
     @property
     def active(self) -> float:
+        """The share of a warp's lanes that row loads use."""
         return (self.rows.active_lanes or 0.0) / WARP
 
     @property
     def efficiency(self) -> float:
+        """The share of the loaded sectors' bytes that is requested, for tables whose rows are whole sectors."""
         return self.whole.efficiency or 0.0
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """One batch of a spec."""
+class DrawnBatch:
+    """A plan, its tables and one batch."""
 
     plan: Plan
     workload: str
@@ -74,32 +78,32 @@ class Drawn:
 class Comparison:
     """Both mappings on one batch."""
 
-    drawn: Drawn
+    drawn: DrawnBatch
     ours: Figures
     warp_per_bag: Figures
 
 
-def draw(name: str, workload: str, arch: str = DEFAULT_ARCH, seed: int = 0) -> Drawn:
-    """A batch of an example spec, with tables small enough to fill."""
+def draw(name: str, workload: str, arch: str = DEFAULT_ARCH, seed: int = 0) -> DrawnBatch:
+    """Draws a batch for an example spec, and tables small enough to fill."""
     spec = load_spec(name)
     small = shrunk(spec, COUNTED_ROWS)
     batch = input_of(make_batch(small, parse(workload), seed))
     plan = Plan("forward", "simt", arch, "int64", spec, CudaParams())
-    return Drawn(plan, workload, draw_tables(small, seed), batch)
+    return DrawnBatch(plan, workload, draw_tables(small, seed), batch)
 
 
-def count_ours(drawn: Drawn) -> Figures:
-    """embforge's kernels."""
-    everything = count_lookup(drawn.plan, drawn.tables, drawn.batch)[-1]
-    return _figures("embforge", drawn, everything.counters)
+def count_ours(drawn: DrawnBatch) -> Figures:
+    """The figures of embforge's kernels."""
+    whole_lookup = count_lookup(drawn.plan, drawn.tables, drawn.batch)[-1]
+    return _figures("embforge", drawn, whole_lookup.counters)
 
 
-def count_other(drawn: Drawn) -> Figures:
-    """One warp a bag."""
-    return _figures("one warp a bag", drawn, count_warp_per_bag(drawn.plan, drawn.tables, drawn.batch))
+def count_other(drawn: DrawnBatch) -> Figures:
+    """The figures of the mapping with one warp per bag."""
+    return _figures("one warp per bag", drawn, count_warp_per_bag(drawn.plan, drawn.tables, drawn.batch))
 
 
-def _figures(mapping: str, drawn: Drawn, counters: KernelCounters) -> Figures:
+def _figures(mapping: str, drawn: DrawnBatch, counters: KernelCounters) -> Figures:
     plan, bags = drawn.plan, len(drawn.plan.layout.features) * drawn.batch.batch
     return Figures(
         mapping,
@@ -111,12 +115,14 @@ def _figures(mapping: str, drawn: Drawn, counters: KernelCounters) -> Figures:
     )
 
 
-def misses(drawn: Drawn, figures: Figures) -> list[str]:
-    """The limits that are missed, in words."""
-    found = {"active lanes": figures.active, "load efficiency": figures.efficiency}
+def misses(drawn: DrawnBatch, figures: Figures) -> list[str]:
+    """One line for each limit that is missed."""
+    shares = {"active lanes": figures.active, "load efficiency": figures.efficiency}
     name = f"{drawn.plan.spec.name}, {drawn.workload}"
     return [
-        f"{name}: {what} {found[what]:.1%}, wanted {least:.0%}" for what, least in LIMITS.items() if found[what] < least
+        f"{name}: {what} {shares[what]:.1%}, at least {least:.0%} is asked"
+        for what, least in LIMITS.items()
+        if shares[what] < least
     ]
 
 
@@ -131,7 +137,7 @@ HEADINGS = (
 
 
 def summary(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """A line a mapping."""
+    """The cells of one line per mapping."""
     for f in (comparison.ours, comparison.warp_per_bag):
         idle = f.rows.idle / (f.rows.idle + f.rows.instructions)
         yield (
@@ -148,11 +154,11 @@ def summary(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 
 def by_row_size(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """A line for each size of row: where lanes idle."""
+    """The cells of one line per row size, which show for which sizes lanes have no work."""
     sizes = sorted({(t.row_bytes, t.table.embedding_dim, t.table.dtype) for t in comparison.drawn.plan.layout.tables})
     for size, dim, dtype in sizes:
         names = [t.name for t in comparison.drawn.plan.spec.tables if (t.embedding_dim, t.dtype) == (dim, dtype)]
-        ours, theirs = (total(f.by_table[n] for n in names) for f in (comparison.ours, comparison.warp_per_bag))
+        ours, other = (total(f.by_table[n] for n in names) for f in (comparison.ours, comparison.warp_per_bag))
         if ours.instructions:
             yield (
                 comparison.drawn.plan.spec.name or "",
@@ -161,18 +167,18 @@ def by_row_size(comparison: Comparison) -> Iterator[tuple[str, ...]]:
                 f"{ours.lanes:,}",
                 f"{(ours.active_lanes or 0) / WARP:.1%}",
                 f"{ours.efficiency or 0:.1%}",
-                f"{(theirs.active_lanes or 0) / WARP:.1%}",
-                f"{theirs.efficiency or 0:.1%}",
+                f"{(other.active_lanes or 0) / WARP:.1%}",
+                f"{other.efficiency or 0:.1%}",
             )
 
 
-ROW_HEADINGS = ("lane loads", "active lanes", "efficiency", "one warp a bag: lanes", "efficiency")
+ROW_HEADINGS = ("lane loads", "active lanes", "efficiency", "one warp per bag: lanes", "efficiency")
 
 
 def main() -> None:
     """Prints the tables; exits with 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lanes", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="rewrite the tables in docs/emulated_gpu.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/emulated_gpu.md")
     arguments = parser.parse_args()
     batches = [draw(name, workload) for name in SPECS for workload in WORKLOADS]
     comparisons = [Comparison(drawn, count_ours(drawn), count_other(drawn)) for drawn in batches]

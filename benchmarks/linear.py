@@ -1,7 +1,8 @@
-"""Whether a training step costs the same an id, from ten thousand ids to ten million: `python -m benchmarks.linear`.
+"""Tests whether a training step costs the same per id from 10,000 to 10 million ids: `python -m benchmarks.linear`.
 
-One table of ten million rows, uniform ids, bags of 20. Steps of all sizes are timed in turn, round by round, so that a
-machine that drifts does not bend the curve. Each rotates through enough batches to pass the last-level cache.
+There is one table of ten million rows, with uniform ids in bags of 20. Steps of all sizes are timed in turn, round by
+round, so that a machine that becomes slower or faster affects all sizes alike. Each size rotates through enough batches
+to exceed the last-level cache.
 """
 
 from __future__ import annotations
@@ -37,31 +38,32 @@ ROWS, DIM, LENGTH = 10_000_000, 32, 20
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 ROUNDS = 7
 SAMPLE_IDS = 1_000_000
-"""A sample is so many ids or one step: small steps are repeated."""
+"""A sample has about this many ids and at least one step: small steps are repeated."""
 CACHES_TO_PASS = 2
 LARGEST_EXPONENT = 1.1
-"""Time may grow as this power of the ids: 1 is linear, a sort that compares or a pass over the table is more."""
+"""The largest power of the ids as which the time may grow. 1 is linear; a comparison sort or a pass over the whole
+table would show as another power."""
 PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians of one size, in seconds a step."""
+    """The medians of one size, in seconds per step."""
 
     ids: int
     distinct: int
     step: float
     backward: float
-    """Backward and update alone, of the same steps."""
+    """The seconds of backward and update alone, in the same steps."""
 
 
 @click.command()
 @click.option("--rule", type=click.Choice(RULES), default="rowwise_adagrad", show_default=True, help="Update rule.")
-@click.option("--sizes", default=",".join(map(str, SIZES)), show_default=True, help="Ids a step, comma-separated.")
+@click.option("--sizes", default=",".join(map(str, SIZES)), show_default=True, help="Ids per step, comma-separated.")
 @click.option("--rows", default=ROWS, show_default=True, help="Rows of the table.")
 @click.option("--write/--no-write", default=None, help="JSON and page; by default after an undisturbed full run.")
 def main(rule: str, sizes: str, rows: int, write: bool | None) -> None:
-    """Prints what a training step costs an id at every size, and how the time grows."""
+    """Prints the cost of a training step per id for every size, and how the time grows."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     wanted = tuple(int(size) for size in sizes.split(","))
     full = wanted == SIZES and rows == ROWS
@@ -73,7 +75,7 @@ def main(rule: str, sizes: str, rows: int, write: bool | None) -> None:
     console.print(sheet(costs).screen(_title(rule, rows)))
     verdicts = judge(costs)
     if others is not None and others > QUIET:
-        verdicts.append(Verdict(f"others use at most {QUIET:g} CPUs meanwhile", f"{others:.2f} CPUs", False))
+        verdicts.append(Verdict(f"other processes use at most {QUIET:g} CPUs", f"{others:.2f} CPUs", False))
     print_verdicts(console, [("", verdict) for verdict in verdicts])
     undisturbed = others is None or others <= QUIET
     if write if write is not None else full and undisturbed:
@@ -84,38 +86,38 @@ def main(rule: str, sizes: str, rows: int, write: bool | None) -> None:
 
 
 def measure_costs(rule: str, rows: int, sizes: tuple[int, ...], rounds: int = ROUNDS) -> list[Cost]:
-    """Times our training steps of every size, all sizes in every round."""
+    """Times our training steps of every size; every round has steps of all sizes."""
     spec = CollectionSpec((TableSpec("table", rows, DIM),), (FeatureSpec("feature", "table"),), name="linear")
     module = our_module(spec, rule)
     steps = [_Steps(module, size) for size in sizes]
     for step in steps:
-        step.sample()  # the first call compiles, faults pages in, starts threads
-    taken: list[list[tuple[float, float]]] = [[] for _ in steps]
+        step.sample()  # the first call compiles, loads pages and starts threads
+    samples_by_size: list[list[tuple[float, float]]] = [[] for _ in steps]
     for _ in range(rounds):
-        for step, samples in zip(steps, taken, strict=True):
+        for step, samples in zip(steps, samples_by_size, strict=True):
             samples.append(step.sample())
     return [
         Cost(step.ids, step.distinct, *(statistics.median(column) for column in zip(*samples, strict=True)))
-        for step, samples in zip(steps, taken, strict=True)
+        for step, samples in zip(steps, samples_by_size, strict=True)
     ]
 
 
 class _Steps:
-    """Training steps of one size on batches that rotate."""
+    """Training steps of one size that rotate through batches."""
 
     def __init__(self, module: EmbeddingCollection, size: int) -> None:
         self.module = module
         load = Workload(lengths=Fixed(LENGTH), batch=max(1, size // LENGTH))
         self.ids = load.batch * LENGTH
         count = math.ceil(CACHES_TO_PASS * last_level_cache_bytes() / (self.ids * DIM * 4))
-        made = [make_batch(module.spec, load, seed) for seed in range(min(max(count, 2), 64))]
-        self.batches = [input_of(batch)[:2] for batch in made]
-        self.distinct = int(np.unique(made[0].values).size)
-        self.gradient = gradients_of(module.spec)(made[0]).joint
-        self.rotation = Rotation(len(made))
+        batches = [make_batch(module.spec, load, seed) for seed in range(min(max(count, 2), 64))]
+        self.batches = [input_of(batch)[:2] for batch in batches]
+        self.distinct = int(np.unique(batches[0].values).size)
+        self.gradient = gradients_of(module.spec)(batches[0]).joint
+        self.rotation = Rotation(len(batches))
 
     def sample(self) -> tuple[float, float]:
-        """Mean seconds of a step, and of its backward."""
+        """The mean seconds of a step, and of its backward."""
         whole = backward = 0.0
         turns = self.rotation.take(max(1, SAMPLE_IDS // self.ids))
         for turn in turns:
@@ -131,13 +133,13 @@ class _Steps:
 
 
 def exponent(costs: list[Cost]) -> float:
-    """The power of the ids that the time of a step grows as: the slope of a line through the logarithms."""
+    """The power of the ids as which the time of a step grows: the slope of a line through the logarithms."""
     x, y = np.log([cost.ids for cost in costs]), np.log([cost.step for cost in costs])
     return float(np.polyfit(x, y, 1)[0])
 
 
 def judge(costs: list[Cost]) -> list[Verdict]:
-    """Whether the cost is linear; nothing for a single size."""
+    """The verdict on whether the cost is linear; none for a single size."""
     if len(costs) < 2:
         return []
     power = exponent(costs)
@@ -146,7 +148,7 @@ def judge(costs: list[Cost]) -> list[Verdict]:
 
 
 def publish(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int) -> None:
-    """Writes the result file and its part of docs/benchmarks.md."""
+    """Writes the result file and the results in docs/benchmarks.md."""
     machine = machine_facts()
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -162,17 +164,17 @@ def publish(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int) ->
 
 
 def costs_markdown(costs: list[Cost], verdicts: list[Verdict], rule: str, rows: int, machine: dict[str, str]) -> str:
-    """The table as it stands on the page."""
+    """The results as the page shows them: the machine, the table and targets."""
     lines = [facts_line(machine), "", f"{_title(rule, rows)}.", "", sheet(costs).markdown()]
     return "\n".join([*lines, target_lines([("", v) for v in verdicts])])
 
 
 def sheet(costs: list[Cost]) -> Sheet:
-    """A line per size."""
+    """The table with one line per size."""
     return Sheet(HEADINGS, [_cells(cost) for cost in costs], words=0)
 
 
-HEADINGS = ("ids", "distinct rows", "step ms", "step ns an id", "backward ms", "backward ns an id")
+HEADINGS = ("ids", "distinct rows", "step ms", "step ns per id", "backward ms", "backward ns per id")
 
 
 def _title(rule: str, rows: int) -> str:

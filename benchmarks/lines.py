@@ -1,4 +1,4 @@
-"""How much code there is, per folder: `python -m benchmarks.lines [COMMIT ...]`.
+"""Counts the code per folder: `python -m benchmarks.lines [COMMIT ...]`.
 
 Python is counted in statements without docstrings; templates, C++, CUDA, scripts and styles are counted in lines
 without comments and blanks. Generated files and fixtures are left out.
@@ -27,18 +27,18 @@ KINDS = ("statements", "template lines")
 
 
 def statements(text: str) -> int:
-    """Python statements, without docstrings of modules, classes, functions and fields."""
+    """The number of Python statements, without docstrings of modules, classes, functions and fields."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
     return sum(not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)) for n in nodes)
 
 
 def source_lines(text: str) -> int:
-    """Lines that hold more than comments and blanks."""
+    """The number of lines that hold more than comments and blanks."""
     return sum(bool(line.strip()) for line in COMMENT.sub("", text).splitlines())
 
 
 def count(files: Iterator[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    """Counts by folder (of at most two levels) and kind; a room's own line is the sum of its folders."""
+    """The counts by folder (at most two levels deep) and kind. A folder's count includes the folders within it."""
     counts: Counter[tuple[str, str]] = Counter()
     for name, text in files:
         path = PurePosixPath(name)
@@ -51,7 +51,7 @@ def count(files: Iterator[tuple[str, str]]) -> Counter[tuple[str, str]]:
 
 
 def files_of(commit: str | None) -> Iterator[tuple[str, str]]:
-    """Names and texts of the sources of a commit; None: of the working tree."""
+    """The names and texts of the sources of a commit, or of the working tree if `commit` is None."""
     if commit is None:
         names = _git("ls-files", "--cached", "--others", "--exclude-standard").decode().splitlines()
         paths = ((name, ROOT / name) for name in names if _counts(name))
@@ -75,7 +75,7 @@ def _git(*words: str) -> bytes:
 @click.command()
 @click.argument("commits", nargs=-1)
 def main(commits: tuple[str, ...]) -> None:
-    """Prints the counts of every folder of each COMMIT; of the working tree if none is named."""
+    """Prints the counts of every folder of each COMMIT, or of the working tree if no commit is named."""
     counts = [count(files_of(commit)) for commit in commits or (None,)]
     table = Table("folder", box=None)
     for title in (f"{kind}\n{commit}" for kind in KINDS for commit in commits or ("now",)):

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.oracle`: how near the tuner comes to the best point of a space that was measured whole.
+"""Compares the tuner's choice with the best point of a space of which every point was measured: `python -m
+benchmarks.oracle`.
 
-`measure` measures every point of every case, for the table that is checked in. `tries` runs `embforge tune` as a user
-does, from a good start and from poor ones, each time without any kernel or result of before, and compares what it
-stored with the table's best and with the default in fresh interleaved rounds.
+`measure` measures every point of every case and writes the tables that are checked in. `tries` runs `embforge tune` as
+a user does, from a good start and from poor ones, each time without kernels and results of earlier runs. It compares
+what the run stored with the table's best point and with the default in new interleaved rounds.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from embforge.tuner.study.task import Task
 
 BUDGET = "3m"
 LEAST_SHARE = 0.95
-"""Of the oracle's best speed."""
+"""The share of the oracle's best speed that a try must reach."""
 LEAST_WORK = 0.7
-"""Of the wall time: compiling and measuring."""
+"""The share of the wall-clock time that a try must spend on compiling and measuring."""
 FINALISTS, FINAL_ROUNDS = 24, 60
 CHECK_ROUNDS, CHECK_BLOCKS = 40, 3
 PAGE = DOCS / "tuning.md"
@@ -49,38 +50,41 @@ BEGIN, END = "<!-- tries: written by make oracle -->", "<!-- end of tries -->"
 
 @dataclass(frozen=True)
 class TryResult:
-    """What a try stored, and how fast that is in fresh rounds."""
+    """What a try stored, and how fast that is in new rounds."""
 
     what: str
     stored: dict[str, Any]
+    """The stored fields that differ from the default's."""
     trials: int
     share: float | None
-    """Speed of what modules use from then on, of the oracle's best; None: the oracle is of another machine."""
+    """The share of the oracle's best speed that modules have after the try; None if the oracle was measured on other
+    hardware."""
     leader_share: float | None
-    """The same of the fastest that the search found, be it stored or not."""
+    """The same for the fastest point that the search found, whether it was stored or not."""
     gain: tuple[float, float, float]
-    """Times faster than the default: median and 95 % interval."""
+    """How many times as fast as the default: median and 95 % interval."""
     floor: float
-    """How far apart two copies of it came out here."""
+    """The noise floor of these rounds, from two copies of what was stored."""
     work_share: float
+    """The share of the wall-clock time that was spent on compiling and measuring."""
 
     @property
     def problems(self) -> list[str]:
-        """What a try must reach and did not."""
-        found = []
+        """The targets that the try missed, in words; empty if it reached all."""
+        problems = []
         for what, share in (("stored", self.share), ("found", self.leader_share)):
             if share is not None and share < LEAST_SHARE:
-                found.append(f"{what}: {share:.1%} of the oracle's best speed; asked: {LEAST_SHARE:.0%}")
+                problems.append(f"{what}: {share:.1%} of the oracle's best speed; target: {LEAST_SHARE:.0%}")
         if self.gain[0] < 1 / (1 + self.floor):
-            found.append(f"stored what is {self.gain[0]:.3f}x the default's speed, noise floor {self.floor:.1%}")
+            problems.append(f"stored: {self.gain[0]:.3f}x the default's speed, with a noise floor of {self.floor:.1%}")
         if self.work_share < LEAST_WORK:
-            found.append(f"{self.work_share:.0%} of the time measuring or compiling; asked: {LEAST_WORK:.0%}")
-        return found
+            problems.append(f"{self.work_share:.0%} of the time measuring or compiling; target: {LEAST_WORK:.0%}")
+        return problems
 
 
 @click.group()
 def main() -> None:
-    """The tuner against spaces that were measured whole."""
+    """Compares the tuner with spaces of which every point was measured."""
 
 
 @main.command()
@@ -97,15 +101,15 @@ def measure(names: Sequence[str]) -> None:
 
 
 @main.command()
-@click.option("--only", type=int, multiple=True, help="Numbers of the tries to run, from 0; all by default.")
-@click.option("--write", is_flag=True, help="Write the table into docs/tuning.md, and dated JSON.")
+@click.option("--only", type=int, multiple=True, help="Run only the try of this number, from 0 (repeatable).")
+@click.option("--write", is_flag=True, help="Write the table into docs/tuning.md, and the results as dated JSON.")
 def tries(only: Sequence[int], write: bool) -> None:
-    """Run the ten tries. Exits with 1 if any of them misses what is asked."""
+    """Run the ten tries. The exit code is 1 if any of them misses a target."""
     results = []
     for number in only or range(len(TRIES)):
         wait_until_quiet(60.0)
         results.append(run_try(TRIES[number]))
-        click.echo(f"{results[-1]}: {'; '.join(results[-1].problems) or 'well'}")
+        click.echo(f"{results[-1]}: {'; '.join(results[-1].problems) or 'reached all targets'}")
     Console(width=None if sys.stdout.isatty() else 160).print(sheet(results).screen())
     if write:
         _write(results)
@@ -113,7 +117,7 @@ def tries(only: Sequence[int], write: bool) -> None:
 
 
 def measured(case: Case, console: Console) -> Oracle:
-    """Screens every point beside the default, then races the fastest."""
+    """Measures every point next to the default, and then the fastest ones again in more rounds."""
     task = case.task()
     plans = [task.plan(params) for params in task.space.points]
     with console.status(f"{case.name}: compiling {len(plans)} kernels"):
@@ -145,25 +149,27 @@ def measured(case: Case, console: Console) -> Oracle:
 
 
 def run_try(attempt: Try) -> TryResult:
-    """Tunes in a process of its own with nothing in any cache or store, then compares in fresh rounds."""
+    """Tunes in a process of its own with an empty cache and an empty store, then compares in new rounds."""
     case = CASES[attempt.case]
     words = ["tune", str(case.spec_file), "--budget", BUDGET, "--workload", case.workload, "--seed", str(attempt.seed)]
     words += [] if case.train is None else ["--train", case.train]
     words += [word for name, value in attempt.baseline.items() for word in ("--baseline", f"{name}={value}")]
     with tempfile.TemporaryDirectory(prefix="embforge-try-") as folder:
-        fresh = {"EMBFORGE_CACHE_DIR": f"{folder}/cache", "EMBFORGE_TUNED_DIR": f"{folder}/tuned"}
+        empty = {"EMBFORGE_CACHE_DIR": f"{folder}/cache", "EMBFORGE_TUNED_DIR": f"{folder}/tuned"}
         command = [str(Path(sys.executable).with_name("embforge")), *words, "--json"]
-        done = subprocess.run(command, env=os.environ | fresh, stdout=subprocess.PIPE, text=True, check=True)
-        told = json.loads(done.stdout)
-        stored = [read_file(Path(path)) for path in told["stored"]]
+        done = subprocess.run(command, env=os.environ | empty, stdout=subprocess.PIPE, text=True, check=True)
+        answer = json.loads(done.stdout)
+        stored = [read_file(Path(path)) for path in answer["stored"]]
     op = "forward" if case.train is None else "backward"
-    used = [record.params for record in stored if isinstance(record, Record)]  # nothing stored: the default is used
-    params = params_from("cpu", used[0] if used else told["default"], op)
-    return compared(attempt, told, params, params_from("cpu", told["leader"], op))
+    # If nothing was stored, modules use the default.
+    used = [record.params for record in stored if isinstance(record, Record)]
+    params = params_from("cpu", used[0] if used else answer["default"], op)
+    return compared(attempt, answer, params, params_from("cpu", answer["leader"], op))
 
 
-def compared(attempt: Try, told: dict[str, Any], stored: Params, leader: Params) -> TryResult:
-    """What was stored and the leader beside the oracle's best and the default, in blocks of interleaved rounds."""
+def compared(attempt: Try, answer: dict[str, Any], stored: Params, leader: Params) -> TryResult:
+    """Compares the stored params and the search's leader with the oracle's best and the default, in blocks of
+    interleaved rounds. `answer` is the JSON that `embforge tune` printed."""
     case = CASES[attempt.case]
     task, oracle = case.task(), read_oracle(case)
     known = Hardware(**oracle.facts["hardware"]) == task.hardware
@@ -173,20 +179,20 @@ def compared(attempt: Try, told: dict[str, Any], stored: Params, leader: Params)
     rows: list[tuple[float, ...]] = []
     with _judge(task, seed=1000 + attempt.seed) as judge:
         for block in range(CHECK_BLOCKS):
-            taken = judge.rounds(plans, case.workload, CHECK_ROUNDS, seed=block)
-            assert isinstance(taken, list), taken
-            rows += taken
+            of_block = judge.rounds(plans, case.workload, CHECK_ROUNDS, seed=block)
+            assert isinstance(of_block, list), of_block
+            rows += of_block
     oracles, ours, copies, leaders, defaults = np.array(rows).T
     gain = gain_of(defaults, ours)
     return TryResult(
         what=str(attempt),
-        stored={name: value for name, value in vars(stored).items() if value != told["default"][name]},
-        trials=sum(told["outcomes"].values()),
+        stored={name: value for name, value in vars(stored).items() if value != answer["default"][name]},
+        trials=sum(answer["outcomes"].values()),
         share=gain_of(oracles, ours).median if known else None,
         leader_share=gain_of(oracles, leaders).median if known else None,
         gain=(gain.median, gain.low, gain.high),
         floor=noise_floor(ours, copies),
-        work_share=told["work_share"],
+        work_share=answer["work_share"],
     )
 
 
@@ -195,7 +201,7 @@ def _judge(task: Task, seed: int = 0) -> BenchJudge:
 
 
 def sheet(results: Sequence[TryResult]) -> Sheet:
-    """A line per try."""
+    """The table with one line per try."""
     return Sheet(HEADINGS, [_cells(result) for result in results], words=2)
 
 

@@ -1,4 +1,4 @@
-"""Three tuning tasks whose spaces are small enough to be measured whole, and ten tries at them."""
+"""Three tuning tasks with spaces so small that every point can be measured, and ten runs of the tuner on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).with_name("oracles")
 
 @dataclass(frozen=True)
 class Case:
-    """A spec, an op and the traffic."""
+    """A tuning task: a spec, a workload, and a rule if the backward is tuned."""
 
     name: str
     workload: str
@@ -34,7 +34,7 @@ class Case:
         return FOLDER / f"{self.name}.json"
 
     def task(self, baseline: Mapping[str, Any] | None = None) -> Task:
-        """On this machine."""
+        """The tuner's task for this case on this machine."""
         spec = CollectionSpec.from_toml(self.spec_file)
         return task_of(spec, train=self.train, workloads=[self.workload], baseline=baseline)
 
@@ -51,7 +51,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Try:
-    """A run of `embforge tune`; `baseline`: the fields of a poor start, none for the usual one."""
+    """A run of `embforge tune` on a case. `baseline` has the fields of a poor start; if empty, the default is used."""
 
     case: str
     baseline: Mapping[str, Any]
@@ -83,18 +83,18 @@ TRIES = tuple(
 
 @dataclass(frozen=True)
 class Oracle:
-    """Every point of a case's space, measured."""
+    """The measurements of every point of a case's space."""
 
     ratios: Mapping[Params, float]
-    """Time over the default's."""
+    """Each point's time divided by the default's."""
     best: Params
-    """The fastest in the finals of the fastest."""
+    """The fastest point in the finals."""
     facts: Mapping[str, Any]
-    """Hardware, versions, how it was measured."""
+    """The hardware, the versions, and how it was measured."""
 
 
 def read_oracle(case: Case) -> Oracle:
-    """The table that is checked in. `TunedError` names a file that is not one."""
+    """Reads the table of a case that is checked in. `TunedError` names a file that cannot be read."""
     op = "forward" if case.train is None else "backward"
     try:
         data = read_json(case.table_file)
@@ -107,13 +107,13 @@ def read_oracle(case: Case) -> Oracle:
         return Oracle(ratios, params(data["best"]), data["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TunedError(
-            f"{case.table_file}: not a table of measured points ({type(error).__name__}: {error}); measure it anew by "
+            f"{case.table_file}: not a table of measured points ({type(error).__name__}: {error}); measure it again by "
             "`python -m benchmarks.oracle measure`"
         ) from error
 
 
 def write_oracle(case: Case, oracle: Oracle) -> None:
-    """One line a point, the fastest first."""
+    """Writes the table of a case: one line per point, the fastest first."""
     names = list(vars(oracle.best))
     rows = sorted(oracle.ratios.items(), key=lambda item: item[1])
     lines = ",\n  ".join(json.dumps([*vars(params).values(), round(ratio, 4)]) for params, ratio in rows)

@@ -1,4 +1,4 @@
-"""What all benchmarks share of their output: tables for the screen and for pages, verdicts, result files."""
+"""The output that all benchmarks share: tables for the screen and for pages, verdicts, result files."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ RESULTS = Path(__file__).with_name("results")
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: the same cells on the screen and on a page."""
+    """A table that has the same cells on the screen and on a page."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: int = 1
-    """Columns from the left that hold words; the others hold numbers."""
+    """This many columns from the left hold words; the others hold numbers."""
 
     def screen(self, title: str | None = None) -> Table:
-        """For the terminal, with the page's bold words in red."""
+        """The table for the terminal. Words that are bold on a page are red."""
         table = Table(title=title, title_justify="left")
-        for place, heading in enumerate(self.headings):
-            table.add_column(heading, justify="left" if place < self.words else "right", overflow="fold")
+        for index, heading in enumerate(self.headings):
+            table.add_column(heading, justify="left" if index < self.words else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(re.sub(r"\*\*(.+?)\*\*", r"[red]\1[/]", cell) for cell in row))
         return table
 
     def markdown(self) -> str:
-        """For a page."""
-        rule = ["---" if place < self.words else "--:" for place in range(len(self.headings))]
+        """The table as Markdown, for a page."""
+        rule = ["---" if index < self.words else "--:" for index in range(len(self.headings))]
         return "".join(f"| {' | '.join(cells)} |\n" for cells in (self.headings, rule, *self.rows))
 
 
 def replace_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Puts `text` between two lines of a page. `ValueError` if they are not there."""
+    """Replaces what is between two lines of a page by `text`. `ValueError` if the page lacks one of the lines."""
     old = page.read_text(encoding="utf-8")
     if begin not in old or end not in old:
-        raise ValueError(f"{page} has lost its markers {begin} and {end}; put them around the results")
+        raise ValueError(f"{page} lacks the marker {begin} or {end}; put them before and after the results")
     head, rest = old.split(begin, 1)
     tail = rest.split(end, 1)[1]
     page.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def print_verdicts(console: Console, named: Iterable[tuple[str, Verdict]]) -> None:
-    """A line per verdict, after the name of what it is about."""
+    """Prints one line per verdict: pass or FAIL, the name of what was judged, the target and what was measured."""
     for name, verdict in named:
         word = "[green]pass[/]" if verdict.passed else "[red]FAIL[/]"
         console.print(f"{word} {name}{verdict.criterion}: {verdict.measured}")
@@ -64,9 +64,9 @@ def print_verdicts(console: Console, named: Iterable[tuple[str, Verdict]]) -> No
 def write_record(
     suite: str, latest: str, record: dict[str, Any], entries: dict[str, Sequence[Any]], console: Console, *, page: bool
 ) -> None:
-    """Writes a dated file and, with `page`, the one from which the page is made.
+    """Writes a dated file and, with `page`, also the file `latest`, whose results the page shows.
 
-    Each of the `entries` takes a line: readable in a diff, and samples do not take a line each.
+    Each of the `entries` takes one line, so that diffs are readable and samples do not take a line each.
     """
     now = datetime.now(UTC)
     ((key, values),) = entries.items()
@@ -79,6 +79,8 @@ def write_record(
     console.print(f"wrote {dated.relative_to(ROOT)}")
     if page:
         (RESULTS / latest).write_text(text, encoding="utf-8")
-        console.print(f"wrote {latest} beside it")
+        console.print(f"wrote {latest} next to it")
     else:
-        console.print(f"[yellow]others used the machine: {latest} and the page stay as they were[/] (--write replaces)")
+        console.print(
+            f"[yellow]other processes used the machine: {latest} and the page are not changed[/] (--write changes them)"
+        )

@@ -1,4 +1,4 @@
-"""Puts results into docs/benchmarks.md, between markers, with the plot beside it."""
+"""Writes results into docs/benchmarks.md, between markers, and draws the plot that the page shows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_page(
 
 
 def facts_line(machine: dict[str, str]) -> str:
-    """When and where it was measured."""
+    """The line that says when, on which machine and with which versions it was measured."""
     return f"{machine['date']}; " + ", ".join(f"{key.replace('_', ' ')} {machine[key]}" for key in FACTS) + "."
 
 
@@ -52,7 +52,8 @@ def results_markdown(
     verdicts: Sequence[Sequence[Verdict]],
     suite: Suite = FORWARD,
 ) -> str:
-    """How much faster in a sentence, the machine, the plot and how to read it, and a table of all workloads."""
+    """The suite's part of the page: a sentence that sums it up, the machine, the plot and how to read it, and a table
+    of all workloads."""
     lines = [
         *summary_lines(workloads, reports, suite),
         facts_line(reports[0].machine),
@@ -61,7 +62,7 @@ def results_markdown(
         "",
         *caption_lines(suite),
         "",
-        f"Times in microseconds a {'step' if suite.name == 'training' else 'call'} (medians); ratios are medians of "
+        f"Times in microseconds per {'step' if suite.name == 'training' else 'call'} (medians); ratios are medians of "
         "paired rounds with their 95 % interval.",
         "",
         sheet(workloads, reports, verdicts, suite, loads=True).markdown(),
@@ -79,7 +80,8 @@ def sheet(
     *,
     loads: bool = False,
 ) -> Sheet:
-    """Times in microseconds, ratios over the peers, shares of the limits and whether targets are reached."""
+    """The table of a suite: times in microseconds, the peers' times divided by ours, shares of the limits, and whether
+    targets are reached."""
     training = suite.name == "training"
     names = [SPELLED.get(name, name) for name in suite.columns]
     shares = ["of the limit", *(["of both limits"] if training else [])]
@@ -89,14 +91,15 @@ def sheet(
         load = [f"`{workload.load}`"] if loads else []
         times = [_time(report, name) for name in suite.columns]
         ratios = [_ratio(report, name) for name in PEERS]
-        of = [report.limit_share, *([report.both_share] if training else [])]
+        limit_shares = [report.limit_share, *([report.both_share] if training else [])]
         reached = word_for(all(v.passed for v in judged))
-        rows.append([workload.name, *load, *times, *ratios, *map(_share, of), reached])
+        rows.append([workload.name, *load, *times, *ratios, *map(_share, limit_shares), reached])
     return Sheet(headings, rows, words=1 + loads)
 
 
 def summary_lines(workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport], suite: Suite) -> list[str]:
-    """How many times as fast as the faster peer, over all workloads with more than one sample; none without peers."""
+    """The sentence that says how many times as fast as the faster peer we are, over all workloads with more than one
+    sample; no lines if no peer took part."""
     speedups = batch_speedups(workloads, reports)
     if not speedups:
         return []
@@ -110,27 +113,27 @@ def summary_lines(workloads: Sequence[BenchWorkload], reports: Sequence[BenchRep
 
 
 def caption_lines(suite: Suite) -> list[str]:
-    """What each mark of the plot means."""
-    bars = suite.bars
+    """The lines that explain the marks of the plot."""
+    targets = suite.targets
     changed = "changed" if suite.name == "training" else "read"
     return [
         "*How to read it.* Left: a dot per peer, at how many times as fast as it embforge is; the stroke through a dot "
         "is the 95 % interval. The solid line is equal speed, the dashed one the target over the faster peer "
-        f"({bars.over_peers:g}×). Right: the speed at which rows can be {changed} at all on this machine (the "
+        f"({targets.over_peers:g}×). Right: the speed at which rows can be {changed} at all on this machine (the "
         f"{suite.limit}) is 100 %, the solid line; a bar is the share of it that embforge reaches, and the dashed line "
-        f"the target for tables far past the cache ({bars.of_limit_large:.0%}).",
+        f"the target for tables far past the cache ({targets.of_limit_large:.0%}).",
     ]
 
 
 def target_lines(named: Sequence[tuple[str, Verdict]]) -> str:
-    """A line per target with the name of its workload, if it has one: whether it is reached, and what was measured."""
+    """One line per target: whether it is reached, the name of its workload if it has one, and what was measured."""
     words = {True: "target reached", False: "**target not reached**"}
     lines = [f"- {words[v.passed]}: {where}{v.criterion}; measured {v.measured}." for where, v in named]
     return "\n".join(lines) + "\n"
 
 
 def word_for(passed: bool) -> str:
-    """How the page says whether targets are reached."""
+    """The page's words for targets that are reached or not."""
     return "reached" if passed else "**not reached**"
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's plot: how much faster than each peer, and how near the machine's limit, workload by workload."""
+"""The benchmark's plot: for each workload, the speedup over each peer and the share of the machine's limit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STYLE: Any = {
 def draw(
     path: Path, workloads: Sequence[BenchWorkload], reports: Sequence[BenchReport], suite: Suite = FORWARD
 ) -> None:
-    """Writes the plot; needs matplotlib."""
+    """Writes the plot to a file. It needs matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -54,7 +54,7 @@ def draw(
 
 
 def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport], suite: Suite) -> None:
-    """A dot a peer with its 95 % interval, on a scale where twice as fast is as far as half as fast."""
+    """Draws one dot per peer with its 95 % interval, on a logarithmic scale of how much faster we are."""
     for name, color in COLORS.items():
         points = [(r.ratios[name], y) for r, y in zip(reports, heights, strict=True) if name in r.ratios]
         if not points:
@@ -64,27 +64,27 @@ def _draw_speed(axes: Any, heights: list[float], reports: Sequence[BenchReport],
         axes.scatter(medians, at, s=34, color=color, label=LABELS[name], zorder=3, edgecolor="white", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.axvline(1, color=INK, linewidth=1)
-    asked = suite.bars.over_peers
+    asked = suite.targets.over_peers
     axes.axvline(asked, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     _name_line(axes, asked, f"target {asked:g}×")
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.9), high * 1.1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-    axes.set_title("embforge is so many times as fast as …", loc="left", fontsize=11, color=INK, pad=22)
+    axes.set_title("How many times as fast embforge is as …", loc="left", fontsize=11, color=INK, pad=22)
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, frameon=False, fontsize=9,
                 handletextpad=0.2, borderpad=0)  # fmt: skip
 
 
 def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport], suite: Suite) -> None:
-    """A bar up to the share of the speed at which rows can be read (changed, in training) at all."""
+    """Draws one bar per workload: its share of the speed at which rows can be read (in training, changed) at all."""
     shares = [(r.limit_share.median, y) for r, y in zip(reports, heights, strict=True) if r.limit_share]
     axes.barh([y for _, y in shares], [s for s, _ in shares], height=0.55, color=COLORS["limit"], alpha=0.85)
     for value, y in shares:
         inside = value > 0.15
-        place = {"x": value - 0.02, "ha": "right", "color": "white"} if inside else {"x": value + 0.02, "color": MUTED}
-        axes.text(y=y, s=f"{value:.0%}", va="center", fontsize=8, **place)
+        style = {"x": value - 0.02, "ha": "right", "color": "white"} if inside else {"x": value + 0.02, "color": MUTED}
+        axes.text(y=y, s=f"{value:.0%}", va="center", fontsize=8, **style)
     axes.axvline(1, color=INK, linewidth=1)
-    asked = suite.bars.of_limit_large
+    asked = suite.targets.of_limit_large
     axes.axvline(asked, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     _name_line(axes, asked, f"target {asked:.0%}", left=True)
     axes.set_xlim(0, max([1.04, *(s + 0.04 for s, _ in shares)]))
@@ -93,13 +93,13 @@ def _draw_share(axes: Any, heights: list[float], reports: Sequence[BenchReport],
 
 
 def _name_line(axes: Any, x: float, text: str, *, left: bool = False) -> None:
-    """What a dashed line is, in small print at its top."""
+    """Writes the name of a dashed line in small print at its top."""
     axes.annotate(text, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(-2 if left else 2, -7),
                   textcoords="offset points", ha="right" if left else "left", fontsize=7.5, color=MUTED)  # fmt: skip
 
 
 def _heights(workloads: Sequence[BenchWorkload]) -> list[float]:
-    """Rows from the top, with room for a title where a group begins."""
+    """The height of each workload, counted in rows from the top, with room for a title where a group begins."""
     heights, height = [], -1.0
     for index, workload in enumerate(workloads):
         begins = index == 0 or workloads[index - 1].group != workload.group
@@ -109,6 +109,7 @@ def _heights(workloads: Sequence[BenchWorkload]) -> list[float]:
 
 
 def _titles(workloads: Sequence[BenchWorkload], heights: list[float]) -> list[tuple[str, float]]:
+    """Each group with the height of its title."""
     first: dict[str, float] = {}
     for workload, height in zip(workloads, heights, strict=True):
         first.setdefault(workload.group, height - 1.0)

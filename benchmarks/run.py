@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run [SUITE]`: times its workloads, prints ratios and verdicts, writes JSON, page and plot."""
+"""Times the workloads of a suite, prints ratios and verdicts, writes results: `python -m benchmarks.run [SUITE]`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ from embforge.tuner.measure.quiet import wait_until_quiet
 CONTENDERS = (OURS, *PEERS, LIMIT)
 QUICK_SECONDS = 1.0
 PATIENCE = 180.0
-"""Seconds of a full run that may go into waiting for a quiet machine and measuring disturbed workloads again."""
+"""The most seconds that a full run spends on waiting for a quiet machine and on repeating disturbed measurements."""
 
 
 @click.command()
 @click.argument("suite", type=click.Choice(sorted(SUITES)), default="forward", callback=lambda c, p, name: SUITES[name])
-@click.option("--only", multiple=True, metavar="TEXT", help="Workloads whose name contains TEXT (repeatable).")
-@click.option("--contenders", default=",".join(CONTENDERS), show_default=True, help="Who takes part.")
-@click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s a workload, no waiting.")
-@click.option("--seconds", type=float, help="Measuring time a workload.")
+@click.option("--only", multiple=True, metavar="TEXT", help="Run only workloads whose name contains TEXT (repeatable).")
+@click.option("--contenders", default=",".join(CONTENDERS), show_default=True, help="What is timed, comma-separated.")
+@click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s per workload, without waiting for a quiet machine.")
+@click.option("--seconds", type=float, help="Measuring time per workload.")
 @click.option("--list", "list_only", is_flag=True, help="Print the workloads and stop.")
 @click.option(
-    "--write/--no-write", default=None, help="Results, page and plot; by default after a full undisturbed run."
+    "--write/--no-write",
+    default=None,
+    help="Write results, page and plot. By default they are written after a full run, page and plot only if no "
+    "workload was disturbed.",
 )
 def main(
     suite: Suite,
@@ -45,7 +48,7 @@ def main(
     list_only: bool,
     write: bool | None,
 ) -> None:
-    """Times embforge's lookups or training steps on this CPU beside torch, FBGEMM and the machine's own limits."""
+    """Compares embforge's lookups or training steps on this CPU with torch, FBGEMM and the machine's limits."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     names = _contenders(contenders)
     workloads = [w for w in read_workloads(suite.workloads) if not only or any(text in w.name for text in only)]
@@ -66,7 +69,7 @@ def main(
     print_verdicts(console, [*missed, *(("", verdict) for verdict in overall)])
     full = not only and not quick and set(names) == set(CONTENDERS)
     if write if write is not None else full:
-        # A busy machine's times are kept beside the others, but they do not replace a page measured in peace.
+        # Times of a busy machine are stored in a dated file, but do not replace a page from a quiet machine.
         publish = bool(write) or not any(report.disturbed for report in reports)
         _write(suite, workloads, reports, verdicts, overall, console, publish=publish)
     if not all(v.passed for group in (*verdicts, overall) for v in group):
@@ -74,7 +77,7 @@ def main(
 
 
 class Runner:
-    """Measures workloads one after the other, with some patience for a busy machine."""
+    """Measures workloads in turn. On a busy machine it waits and repeats, for at most `patience` seconds in all."""
 
     def __init__(self, names: tuple[str, ...], seconds: float, patience: float, console: Console) -> None:
         self.names = names
@@ -83,7 +86,7 @@ class Runner:
         self.console = console
 
     def measure(self, workload: BenchWorkload) -> BenchReport:
-        """The workload's least disturbed report, of as many attempts as patience allows."""
+        """The workload's report; if other processes disturb it, the least disturbed of several attempts."""
         self._wait(workload)
         attempts = [self._attempt(workload)]
         while attempts[-1].disturbed and self.patience > 0:
@@ -102,7 +105,7 @@ class Runner:
         self.patience -= time.monotonic() - start
 
     def _attempt(self, workload: BenchWorkload) -> BenchReport:
-        gc.collect()  # the tables of the workload before
+        gc.collect()  # frees the tables of the previous workload
         with self.console.status(workload.name):
             report = run_workload(workload, self.names, self.seconds)
         self.console.print(_line(workload, report), highlight=False)
@@ -120,7 +123,7 @@ def _contenders(text: str) -> tuple[str, ...]:
 def _line(workload: BenchWorkload, report: BenchReport) -> str:
     times = "  ".join(f"{t.name} {t.median:,.1f}" for t in report.timings)
     share = f"  {report.limit_share.median:.0%} of limit" if report.limit_share else ""
-    disturbed = f"  [yellow]others used {report.others:.2f} CPUs[/]" if report.disturbed else ""
+    disturbed = f"  [yellow]other processes used {report.others:.2f} CPUs[/]" if report.disturbed else ""
     return f"{workload.name:46} {times} µs{share}{disturbed}"
 
 

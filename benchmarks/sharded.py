@@ -1,6 +1,7 @@
-"""Sharded training steps beside TorchRec, on gloo: `python -m benchmarks.sharded`.
+"""Compares sharded training steps with TorchRec's, over gloo: `python -m benchmarks.sharded`.
 
-Starts its own processes, one thread each. A step is lookup, exchange, backward and fused SGD of one batch a rank.
+It starts the processes itself, with one thread each. A step is lookup, exchange, backward and fused SGD of one batch
+per rank.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ FASTER = 1.5
 """How many times as fast as TorchRec a step must be."""
 PROCESS = {
     "OMP_NUM_THREADS": "1",
-    # glibc gives large buffers back to the system and faults them in anew at every step: TorchRec takes up to twice as
-    # long so. A careful user would not leave it at that: freed memory stays with the process, for both contenders.
+    # By default glibc returns large buffers to the system and gets them back, page by page, at every step. TorchRec
+    # then takes up to twice as long. A careful user would change that, so freed memory stays with the process, for both
+    # contenders.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(2**26),
@@ -45,14 +47,24 @@ PATIENCE = 20.0
 
 
 @click.command()
-@click.option("--only", type=click.Choice(CONTENDERS), help="One contender alone.")
-@click.option("--case", "wanted", multiple=True, metavar="TEXT", help="Cases whose name contains TEXT (repeatable).")
-@click.option("--plan", "plans", multiple=True, type=click.Choice(PLANS), default=PLANS, help="Plans (repeatable).")
-@click.option("--ranks", multiple=True, type=click.IntRange(1), default=RANKS, show_default=True, help="(repeatable)")
-@click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s a case and plan, no waiting.")
-@click.option("--seconds", type=float, help="Measuring time a case and plan.")
+@click.option("--only", type=click.Choice(CONTENDERS), help="Time one contender alone.")
 @click.option(
-    "--write/--no-write", default=None, help="JSON and page; by default after a full run (page: undisturbed)."
+    "--case", "wanted", multiple=True, metavar="TEXT", help="Run only cases whose name contains TEXT (repeatable)."
+)
+@click.option(
+    "--plan", "plans", multiple=True, type=click.Choice(PLANS), default=PLANS, help="Shard plans (repeatable)."
+)
+@click.option(
+    "--ranks", multiple=True, type=click.IntRange(1), default=RANKS, show_default=True, help="Ranks (repeatable)."
+)
+@click.option(
+    "--quick", is_flag=True, help=f"{QUICK_SECONDS:g} s per case and plan, without waiting for a quiet machine."
+)
+@click.option("--seconds", type=float, help="Measuring time per case and plan.")
+@click.option(
+    "--write/--no-write",
+    default=None,
+    help="Write JSON and page. By default they are written after a full run, the page only if no case was disturbed.",
 )
 def main(
     only: str | None,
@@ -86,27 +98,28 @@ def main(
 def run_group(
     ranks: int, cases: Sequence[Case], plans: Sequence[str], names: Sequence[str], seconds: float, patience: float
 ) -> list[Outcome]:
-    """All cases under all plans in one group of new processes; prints a line each. A rank that fails ends them all."""
+    """Runs all cases under all plans in one group of new processes, and prints one line for each. If a rank fails, all
+    end."""
     os.environ.update(PROCESS)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
-        found = manager.list()
+        outcomes = manager.list()
         rendezvous = (Path(folder) / "rendezvous").as_uri()
         task = Task(ranks, tuple(cases), tuple(plans), tuple(names), seconds, patience, rendezvous)
-        spawn(_process, (task, found), nprocs=ranks)
-        return list(found)
+        spawn(_process, (task, outcomes), nprocs=ranks)
+        return list(outcomes)
 
 
-def _process(rank: int, task: Task, found: list[Outcome]) -> None:
+def _process(rank: int, task: Task, outcomes: list[Outcome]) -> None:
     def report(outcome: Outcome) -> None:
-        found.append(outcome)
+        outcomes.append(outcome)
         print(_line(outcome), flush=True)
 
     run_rank(rank, task, report)
 
 
 def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Every criterion of every outcome; the ratio only where both ran."""
+    """The verdicts on all outcomes. There is one on the ratio only if both contenders ran."""
     verdicts = []
     for outcome in outcomes:
         where = f"{outcome.case}, {_plan(outcome)}, {outcome.ranks} ranks"
@@ -114,7 +127,7 @@ def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
             measured = f"{name} differs by {outcome.differences[name]:.1e}"
             verdicts.append(Verdict(f"{where}: results and rows within {TOLERANCE:g} of plain torch", measured, False))
         if outcome.disturbed:
-            asked = f"{where}: others use at most {QUIET:g} CPUs meanwhile"
+            asked = f"{where}: other processes use at most {QUIET:g} CPUs"
             verdicts.append(Verdict(asked, f"{outcome.others:.2f} CPUs: measure again", False))
         if outcome.ratio is not None:
             measured = f"{outcome.ratio.median:.2f}x"
@@ -126,15 +139,15 @@ HEADINGS = ("case", "plan", "ranks", "embforge ms", "TorchRec ms", "vs TorchRec"
 
 
 def sheet(outcomes: Sequence[Outcome]) -> Sheet:
-    """A line per case, plan and number of ranks."""
+    """The table with one line per case, plan and number of ranks."""
     return Sheet(HEADINGS, [_cells(outcome) for outcome in outcomes], words=2)
 
 
 def publish(
     outcomes: Sequence[Outcome], verdicts: Sequence[Verdict], cases: Sequence[Case], console: Console, *, page: bool
 ) -> None:
-    """Writes the dated result file; with `page` also the latest one and its part of docs/benchmarks.md."""
-    machine = {**machine_facts(), "threads": "1 a rank", "torchrec": package_version("torchrec") or "not installed"}
+    """Writes the dated result file, and with `page` also the latest one and the results in docs/benchmarks.md."""
+    machine = {**machine_facts(), "threads": "1 per rank", "torchrec": package_version("torchrec") or "not installed"}
     record = {}
     entries = [outcome.to_json() for outcome in outcomes]
     write_record("sharded", LATEST, record, {"outcomes": entries}, console, page=page)
@@ -146,15 +159,16 @@ def publish(
 def results_markdown(
     outcomes: Sequence[Outcome], verdicts: Sequence[Verdict], cases: Sequence[Case], machine: dict[str, str]
 ) -> str:
-    """The table as it stands on the page, the sizes of the cases, and every target that is not reached."""
+    """The results as the page shows them: the machine, the sizes of the cases, the table, and every target that is not
+    reached."""
     sizes = "; ".join(f"{case.name}: {case.table_bytes / 1e6:,.0f} MB of rows" for case in cases)
     more = int(machine["cpus"]) < max(outcome.ranks for outcome in outcomes)
     lines = [
         facts_line(machine)[:-1] + f", torchrec {machine['torchrec']}.",
         "",
-        "Milliseconds a step of the slowest rank (medians): lookup, exchange, backward and fused SGD of one batch a "
-        "rank, over gloo on this machine alone; ratios are medians of paired rounds with their 95 % interval. B is the "
-        f"batch of a rank. {sizes}."
+        "Milliseconds per step of the slowest rank (medians): lookup, exchange, backward and fused SGD of one batch "
+        "per rank, over gloo on this machine alone; ratios are medians of paired rounds with their 95 % interval. B is "
+        f"the batch of a rank. {sizes}."
         + (f" Ranks beyond {machine['cpus']} share the machine's {machine['cpus']} CPUs." if more else ""),
         "",
         sheet(outcomes).markdown(),
@@ -166,7 +180,7 @@ def _line(outcome: Outcome) -> str:
     times = "  ".join(f"{name} {ms:,.2f} ms" for name, ms in outcome.medians.items())
     ratio = f"  {_ratio(outcome)}" if outcome.ratio else ""
     differs = ", ".join(f"{name} {value:.0e}" for name, value in outcome.differences.items())
-    others = f"; others used {outcome.others:.2f} CPUs" if outcome.disturbed else ""
+    others = f"; other processes used {outcome.others:.2f} CPUs" if outcome.disturbed else ""
     notes = ", ".join(filter(None, outcome.notes.values()))
     where = f"{outcome.ranks} ranks  {outcome.case:40} {_plan(outcome):10}"
     return f"{where}  {times}{ratio}  (differs by {differs}; {notes}{others})"

@@ -1,6 +1,6 @@
-"""The collections of the sharded benchmark: their tables, the batch of every rank, and what a step must give.
+"""The cases of the sharded benchmark: their tables, the batches of every rank, and the right results of a step.
 
-All of it follows from seeds alone, so every rank can work out what any rank has.
+All of it follows from seeds alone, so that every rank can calculate what any other rank has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from embforge.tuner.workload.workload import make_batch, parse
 CASES = Path(__file__).with_name("sharded_cases.toml")
 LEARNING_RATE = 0.05
 BATCHES = 4
-"""Batches of a rank, in turn."""
+"""Batches per rank, which are used in turn."""
 
 
 @dataclass(frozen=True)
@@ -38,59 +38,64 @@ class Inputs:
     gradient: Tensor
 
     def feature(self, index: int) -> tuple[Tensor, Tensor]:
-        """Ids and bag borders of one feature."""
+        """The ids and offsets of one feature; the offsets start at 0 and end with the number of ids."""
         offsets = self.offsets[index * self.size : (index + 1) * self.size + 1]
         return self.values[offsets[0] : offsets[-1]], offsets - offsets[0]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A collection and its traffic. Table i has feature i."""
+    """A collection and its workload. Feature i looks up table i."""
 
     name: str
     spec: CollectionSpec
     loads: tuple[str, ...]
-    """The workload of each feature."""
+    """The workload string of each feature."""
     batch: int
+    """Samples per rank."""
 
     @property
     def table_bytes(self) -> int:
         return sum(table.num_embeddings * table.embedding_dim * 4 for table in self.spec.tables)
 
     def full_table(self, index: int) -> Tensor:
-        """A table as it is before the first step."""
+        """A whole table as it is before the first step."""
         table = self.spec.tables[index]
         rows = torch.empty(table.num_embeddings, table.embedding_dim)
         fill_table(rows, index)
         return rows
 
     def inputs(self, rank: int, turn: int) -> Inputs:
-        """The rank's batch of a turn."""
+        """The batch that a rank uses in a turn."""
         seed = turn * 1009 + rank
-        pairs = zip(self.spec.tables, self.spec.features, self.loads, strict=True)
-        parts = [
+        columns = zip(self.spec.tables, self.spec.features, self.loads, strict=True)
+        batches = [
             make_batch(CollectionSpec((table,), (feature,)), parse(load), seed * 101 + index)
-            for index, (table, feature, load) in enumerate(pairs)
+            for index, (table, feature, load) in enumerate(columns)
         ]
-        lengths = torch.cat([torch.from_numpy(part.offsets).diff() for part in parts])
+        lengths = torch.cat([torch.from_numpy(batch.offsets).diff() for batch in batches])
         generator = torch.Generator().manual_seed(seed)
         return Inputs(
             self.batch,
-            torch.cat([torch.from_numpy(part.values) for part in parts]),
+            torch.cat([torch.from_numpy(batch.values) for batch in batches]),
             lengths,
             functional.pad(lengths.cumsum(0), (1, 0)),
             torch.randn(self.batch, layout_of(self.spec).output_width, generator=generator),
         )
 
     def columns(self) -> Iterator[slice]:
-        """Where each feature stands in a result in the spec's order."""
+        """The columns of each feature in a result that has the spec's order."""
         start = 0
         for table in self.spec.tables:
             yield slice(start, start + table.embedding_dim)
             start += table.embedding_dim
 
     def ranks_of_tables(self, world_size: int) -> list[int]:
-        """A table-wise placement with about equal work on all ranks: heaviest first, each to the least loaded rank."""
+        """The rank of each table in a table-wise shard plan with about equal work on all ranks.
+
+        Tables are placed from the one with the most work to the one with the least, each on the rank that has the least
+        work so far.
+        """
         first = self.inputs(0, 0)
         work = [
             (first.feature(index)[0].numel() + self.batch) * table.embedding_dim
@@ -103,32 +108,32 @@ class Case:
         return ranks
 
     def expected_outputs(self, inputs: Inputs) -> Tensor:
-        """What a lookup gives before the first step: plain torch on whole tables."""
+        """The right result of a lookup before the first step, by plain torch on whole tables."""
         return torch.cat(
             [
-                functional.embedding_bag(*_swapped(inputs.feature(index), self.full_table(index)), mode="sum")
+                functional.embedding_bag(*_torch_arguments(inputs.feature(index), self.full_table(index)), mode="sum")
                 for index in range(len(self.spec.tables))
             ],
             dim=1,
         )
 
-    def expected_rows(self, index: int, everyone: list[Inputs]) -> Tensor:
-        """A table after one step of SGD with the gradients of all ranks added up, in double precision."""
+    def expected_rows(self, index: int, of_ranks: list[Inputs]) -> Tensor:
+        """A table after one step of SGD with the gradients of all ranks added, in double precision."""
         rows = self.full_table(index)
         columns = list(self.columns())[index]
-        cuts = [inputs.feature(index) for inputs in everyone]
-        changed, places = torch.cat([values for values, _ in cuts]).unique(return_inverse=True)
+        features = [inputs.feature(index) for inputs in of_ranks]
+        changed, positions = torch.cat([values for values, _ in features]).unique(return_inverse=True)
         sums = torch.zeros(len(changed), rows.shape[1], dtype=torch.float64)
-        parts = zip(everyone, cuts, places.split([len(values) for values, _ in cuts]), strict=True)
-        for inputs, (_, offsets), own in parts:
+        by_rank = zip(of_ranks, features, positions.split([len(values) for values, _ in features]), strict=True)
+        for inputs, (_, offsets), of_rank in by_rank:
             bags = torch.arange(inputs.size).repeat_interleave(offsets.diff())
-            sums.index_add_(0, own, inputs.gradient[:, columns][bags].double())
+            sums.index_add_(0, of_rank, inputs.gradient[:, columns][bags].double())
         rows[changed] = (rows[changed].double() - LEARNING_RATE * sums).float()
         return rows
 
 
 def read_cases(path: Path = CASES) -> list[Case]:
-    """The cases of a file, in its order."""
+    """The cases of a file, in the order of the file."""
     return [_case(entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["case"]]
 
 
@@ -140,7 +145,7 @@ def _case(entry: dict[str, Any]) -> Case:
     return Case(entry["name"], spec, loads, entry["batch"])
 
 
-def _swapped(cut: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The arguments of F.embedding_bag, which leaves the last border out."""
-    values, offsets = cut
+def _torch_arguments(feature: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments of F.embedding_bag, which takes offsets without the last one."""
+    values, offsets = feature
     return values, rows, offsets[:-1]

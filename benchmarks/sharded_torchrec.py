@@ -1,9 +1,9 @@
-"""TorchRec's ShardedEmbeddingBagCollection as a contender, in the fastest way of calling it that we know.
+"""TorchRec's ShardedEmbeddingBagCollection as a contender, called in the fastest way that we know.
 
-The sharder itself, without DistributedModelParallel around it (no difference was measured); the fused CPU kernel of
-FBGEMM with exact SGD; no check of ids; gradients added up over ranks, not divided by their number, as our module does;
-the result taken in TorchRec's own column order, never regrouped. Inputs are made before the clock starts, with lengths
-and offsets both.
+We use the sharder itself, without DistributedModelParallel around it (no difference was measured), FBGEMM's fused CPU
+kernel with exact SGD, and no check of ids. Gradients are added over ranks and not divided by their number, as our
+module does it. The result has TorchRec's own column order and is never regrouped. Inputs are made before the clock
+starts, with both lengths and offsets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.sharded_cases import LEARNING_RATE, Case, Inputs
 
 COLLECTIVES = ("asynchronous", "synchronous")
-"""TorchRec's two ways to call collectives; the faster one of a case is timed."""
+"""TorchRec's two ways to call collectives. For each case the faster one is timed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,56 +36,56 @@ class TorchRec:
         return f"{self.collectives} collectives"
 
     def prepare(self, inputs: Inputs) -> tuple[Any, Tensor]:
-        """A KeyedJaggedTensor of its own for a step, because it keeps what it has worked out about itself."""
+        """The gradient, and a new KeyedJaggedTensor for each step, because it caches what it derives from its ids."""
         from torchrec import KeyedJaggedTensor
 
         names = [feature.name for feature in self.case.spec.features]
-        made = KeyedJaggedTensor(names, inputs.values, lengths=inputs.lengths, offsets=inputs.offsets)
-        return made, self._own_order(inputs)
+        features = KeyedJaggedTensor(names, inputs.values, lengths=inputs.lengths, offsets=inputs.offsets)
+        return features, self._own_order(inputs)
 
     def step(self, prepared: tuple[Any, Tensor]) -> None:
         """Forward, backward and update."""
-        made, gradient = prepared
-        self._forward(made).values().backward(gradient)
+        features, gradient = prepared
+        self._forward(features).values().backward(gradient)
 
     def checked_step(self, inputs: Inputs) -> Tensor:
-        """A step that hands back its result in the spec's order."""
-        made, gradient = self.prepare(inputs)
-        result = self._forward(made)
+        """A step that returns its result, with columns in the spec's order."""
+        features, gradient = self.prepare(inputs)
+        result = self._forward(features)
         values = result.values()
         values.backward(gradient)
         by_name = result.to_dict()
         return torch.cat([by_name[feature.name].detach() for feature in self.case.spec.features], dim=1)
 
     def shards(self, index: int) -> Iterator[tuple[int, Tensor]]:
-        """The rows of a table that this rank has: the first row's number, and the rows."""
+        """The parts of a table that this rank has: the number of the first row, and the rows."""
         name = f"embedding_bags.{self.case.spec.tables[index].name}.weight"
         for shard in self.module.state_dict()[name].local_shards():
             yield shard.metadata.shard_offsets[0], shard.tensor
 
     @torch.no_grad()
     def load(self) -> None:
-        """Fills all tables as the case says."""
+        """Fills all tables with the case's rows."""
         for index in range(len(self.case.spec.tables)):
             whole = self.case.full_table(index)
             for first, rows in self.shards(index):
                 rows.copy_(whole[first : first + rows.shape[0]])
 
-    def _forward(self, made: Any) -> Any:
+    def _forward(self, features: Any) -> Any:
         from torchrec.distributed.comm_ops import set_use_sync_collectives
 
         set_use_sync_collectives(self.collectives == "synchronous")
-        return self.module(made)
+        return self.module(features)
 
     def _own_order(self, inputs: Inputs) -> Tensor:
-        """The gradient's columns as TorchRec orders them."""
+        """The gradient with its columns in TorchRec's order."""
         columns = dict(zip((f.name for f in self.case.spec.features), self.case.columns(), strict=True))
-        names = self.module._embedding_names  # noqa: SLF001 - TorchRec tells the order nowhere else
+        names = self.module._embedding_names  # noqa: SLF001 - no public attribute has the order
         return torch.cat([inputs.gradient[:, columns[name]] for name in names], dim=1)
 
 
 def torchrec_contenders(case: Case, plan: str) -> list[TorchRec]:
-    """One module, called in each of its ways."""
+    """One contender for each way of calling collectives; they share one module."""
     module = _sharded(case, plan, dist.get_world_size())
     return [TorchRec(case, module, collectives) for collectives in COLLECTIVES]
 
@@ -127,8 +127,8 @@ def _sharded(case: Case, plan: str, world_size: int) -> Any:
         else table_wise(rank=rank, compute_kernel=kernel)
         for table, rank in zip(case.spec.tables, ranks, strict=True)
     }
-    placed = construct_module_sharding_plan(
+    sharding_plan = construct_module_sharding_plan(
         whole, parameters, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
     )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return sharder.shard(whole, placed, env, torch.device("cpu"))
+    return sharder.shard(whole, sharding_plan, env, torch.device("cpu"))

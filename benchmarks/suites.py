@@ -1,4 +1,4 @@
-"""The two suites of the benchmark: lookups and training steps. What differs between them stands here."""
+"""The two suites of the benchmark, lookups and training steps, and all that differs between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import criteria, workloads
-from benchmarks.criteria import Bars
+from benchmarks.criteria import Targets
 from benchmarks.workloads import BenchWorkload
 from embforge.tuner.bench.forward import bench_spec
 from embforge.tuner.bench.peers import PEERS
@@ -16,32 +16,32 @@ from embforge.tuner.bench.training import bench_training
 
 @dataclass(frozen=True)
 class Suite:
-    """A file of workloads, what they are held against, and where the results go."""
+    """A file of workloads, their targets, and where the results are written."""
 
     name: str
     workloads: Path
-    bars: Bars
+    targets: Targets
     seconds: float
-    """Measuring time a workload."""
+    """Measuring time per workload."""
     columns: tuple[str, ...]
-    """Whose times are shown."""
+    """The contenders whose times are shown."""
     limit: str
-    """What the limit is called."""
+    """The name of the limit."""
     begin: str
-    """The line of docs/benchmarks.md behind which the results go, up to `end`."""
+    """The line of docs/benchmarks.md after which the results are written; the line `end` follows them."""
     end: str
     begin_targets: str
-    """The same for the targets of the suite, which stand further down."""
+    """The line after which the suite's targets are written; the line `end_targets` follows them."""
     end_targets: str
     plot: str
     latest: str
-    """The result file that the page was made from."""
+    """The file in `benchmarks/results` with the results that the page shows."""
 
 
 FORWARD = Suite(
     name="forward",
     workloads=workloads.FORWARD,
-    bars=criteria.FORWARD,
+    targets=criteria.FORWARD,
     seconds=12.0,
     columns=(OURS, *PEERS, LIMIT),
     limit="gather limit",
@@ -55,7 +55,7 @@ FORWARD = Suite(
 TRAINING = Suite(
     name="training",
     workloads=workloads.TRAINING,
-    bars=criteria.TRAINING,
+    targets=criteria.TRAINING,
     seconds=10.0,
     columns=(OURS, *PEERS, LIMIT, GATHER_LIMIT),
     limit="update limit",
@@ -70,9 +70,9 @@ SUITES = {suite.name: suite for suite in (FORWARD, TRAINING)}
 
 
 def run_workload(workload: BenchWorkload, names: tuple[str, ...], seconds: float) -> BenchReport:
-    """One workload timed with the contenders in `names`."""
+    """Times one workload with the contenders in `names`."""
     against = [name for name in names if name in PEERS]
-    ours, limit = OURS in names, LIMIT in names and workload.group != "overhead"  # one sample has no rows to speak of
+    ours, limit = OURS in names, LIMIT in names and workload.group != "overhead"  # one sample reads hardly any rows
     if workload.train is not None:
         return bench_training(
             workload.spec,

@@ -1,9 +1,9 @@
-// The mapping that embforge's kernels are held against: one warp a bag, and as many vectors a lane as the widest table
-// of the collection needs. It makes the loads of a lookup; what it loads is folded into one word a bag.
+// The mapping that embforge's kernels are compared with: one warp per bag, and as many vectors per lane as the widest
+// table of the collection needs. It makes the loads of a lookup and folds what it loads into one word per bag.
 
 struct Feature {
     const char* rows;
-    int64_t row_bytes, stride, vector;  // bytes: of a row, from row to row, of a load
+    int64_t row_bytes, stride, vector;  // in bytes: the size of a row, the distance of rows, the size of a load
 };
 
 template <int BYTES>
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t fold_row(const Feature& f, int64_t row, int6
 
 extern "C" __global__ void warp_per_bag(
     const Feature* features, const int64_t* values, const int64_t* offsets, uint32_t* out, int64_t batch, int64_t bags,
-    int64_t vectors_a_lane
+    int64_t vectors_per_lane
 ) {
     const int lane = threadIdx.x % 32;
     const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
@@ -28,7 +28,7 @@ extern "C" __global__ void warp_per_bag(
         const int count = static_cast<int>(end - first < 32 ? end - first : 32);
         for (int k = 0; k < count; ++k) {
             const int64_t row = __shfl_sync(0xffffffffu, id, k);
-            for (int64_t v = 0; v < vectors_a_lane; ++v) {
+            for (int64_t v = 0; v < vectors_per_lane; ++v) {
                 const int64_t vector = v * 32 + lane;
                 switch (f.vector) {
                 case 16: folded ^= fold_row<16>(f, row, vector); break;

@@ -1,4 +1,4 @@
-"""The mapping "one warp a bag, sized by the widest table", run and counted by the SIMT executor."""
+"""Runs and counts the mapping "one warp per bag, sized by the widest table" in the SIMT executor."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from embforge.launch.simt.forward import kernel_counters, table_region
 KERNEL = "warp_per_bag"
 BLOCK = 256
 LOADS = (16, 8, 4, 2, 1)
-"""Bytes of the loads that rows can be aligned for."""
+"""The sizes of loads in bytes that the alignment of rows may allow."""
 
 
 def warp_per_bag_text() -> str:
-    """The kernel's CUDA text, behind the primitives that embforge's own kernels use."""
+    """The kernel's CUDA source, after the primitives that embforge's own kernels use."""
     facts = {"load_hint": "", "load_bytes": LOADS, **format_facts((), arch_named(DEFAULT_ARCH))}
     primitives = render("cuda/common/primitives.cu.j2", facts)
     return primitives + "\n" + (Path(__file__).parent / "warp_per_bag.cu").read_text("utf-8")
@@ -37,31 +37,31 @@ def warp_per_bag_text() -> str:
 
 def count_warp_per_bag(plan: Plan, tables: Sequence[Tensor], batch: Batch) -> KernelCounters:
     """The kernel's counters for a batch."""
-    placed = plan.layout.tables
-    vectors = [largest_power_of_two(t.stride_bytes, LOADS[0]) for t in placed]
+    layouts = plan.layout.tables
+    vectors = [largest_power_of_two(layout.stride_bytes, LOADS[0]) for layout in layouts]
     facts = torch.tensor(
         [
-            (tables[i].data_ptr(), placed[i].row_bytes, placed[i].stride_bytes, vectors[i])
+            (tables[i].data_ptr(), layouts[i].row_bytes, layouts[i].stride_bytes, vectors[i])
             for i in (f.table_index for f in plan.layout.features)
         ],
         dtype=torch.int64,
     )
     bags = len(plan.layout.features) * batch.batch
-    widest = max(math.ceil(t.row_bytes / vector) for t, vector in zip(placed, vectors, strict=True))
+    widest = max(math.ceil(layout.row_bytes / vector) for layout, vector in zip(layouts, vectors, strict=True))
     out = torch.empty(bags, dtype=torch.int32)
-    given = {"metadata": facts, "values": batch.values, "offsets": batch.offsets, "pooled": out}
+    tensors = {"metadata": facts, "values": batch.values, "offsets": batch.offsets, "pooled": out}
     regions = [
-        *(table_region(t.table.name, rows) for t, rows in zip(placed, tables, strict=True)),
-        *(Region(name, t.data_ptr(), t.nbytes, writable=name == "pooled") for name, t in given.items()),
+        *(table_region(layout.table.name, rows) for layout, rows in zip(layouts, tables, strict=True)),
+        *(Region(name, t.data_ptr(), t.nbytes, writable=name == "pooled") for name, t in tensors.items()),
     ]
     numbers = (batch.batch, bags, math.ceil(widest / WARP))
-    arguments = [ctypes.c_int64(word) for word in (*(t.data_ptr() for t in given.values()), *numbers)]
+    arguments = [ctypes.c_int64(word) for word in (*(t.data_ptr() for t in tensors.values()), *numbers)]
     with tempfile.TemporaryDirectory(prefix="embforge-") as scratch:
         path = Path(scratch) / "image.so"
         path.write_bytes(compile_image(warp_per_bag_text(), f"{KERNEL}.cu"))
         image = Image(path)
     grid = math.ceil(bags * WARP / BLOCK)
-    status, report, counted = image.launch(KERNEL, (grid, 1, 1), (BLOCK, 1, 1), arguments, regions, count=True)
-    if status != DONE or counted is None:
+    status, report, counts = image.launch(KERNEL, (grid, 1, 1), (BLOCK, 1, 1), arguments, regions, count=True)
+    if status != DONE or counts is None:
         raise AssertionError(report.message.decode())
-    return kernel_counters(KERNEL, regions, counted)
+    return kernel_counters(KERNEL, regions, counts)

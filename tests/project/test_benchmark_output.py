@@ -57,4 +57,4 @@ def test_results_of_a_busy_machine_do_not_become_the_page(
     latest = tmp_path / "results" / "latest.json"
     assert (latest.read_text() == text) if page else not latest.exists()
     assert isinstance(screen.file, io.StringIO)
-    assert ("others used the machine" in screen.file.getvalue()) is not page
+    assert ("other processes used the machine" in screen.file.getvalue()) is not page

@@ -265,7 +265,7 @@ def test_page_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     drawn = (tmp_path / "benchmarks.svg").read_text()
     assert drawn.count("second") == 1 and "target 1.2×" in drawn and "target 80%" in drawn
     page.write_text("no markers")
-    with pytest.raises(ValueError, match="lost its markers"):
+    with pytest.raises(ValueError, match="lacks the marker"):
         write_page(tmp_path, workloads, reports, verdicts, [])
 
 

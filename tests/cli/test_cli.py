@@ -55,7 +55,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_explains_itself_and_speaks_json(command: list[str]) -> None:
+def test_every_command_has_help_and_the_option_json(command: list[str]) -> None:
     text = run(*command, "--help").stdout
     assert "--json" in text and "Usage:" in text
 
@@ -90,7 +90,7 @@ def test_gen_cuda_reports_resources(tiny: str, tmp_path: Path) -> None:
         assert words in result.stdout
 
 
-def test_gen_adds_to_what_is_there(tiny: str, tmp_path: Path) -> None:
+def test_gen_adds_to_kernels_that_the_directory_has(tiny: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for arch in ("avx2", "neon", "avx2"):
         run("gen", tiny, "--target", "cpu", "--arch", arch, "--sources-only", "--out", out)
@@ -105,7 +105,7 @@ def test_gen_with_one_bad_arch_writes_nothing(tiny: str, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_gen_takes_plan_fields(tiny: str, tmp_path: Path) -> None:
+def test_gen_sets_the_plan_fields_of_param(tiny: str, tmp_path: Path) -> None:
     words = ("gen", tiny, "--target", "cuda", "--arch", "sm_90", "--sources-only", "--out", tmp_path / "out")
     (kernel,) = run_json(*words, "--param", "pipeline=8,2", "--param", "block=128")["kernels"]
     assert kernel["params"]["pipeline"] == [8, 2] and kernel["params"]["block"] == 128
@@ -177,7 +177,9 @@ OWN_RULE = {
         ("hyper_values", [1], "hyper_values=.*an object of numbers"),
     ],
 )
-def test_trained_by_a_file_that_is_wrong(tiny: str, tmp_path: Path, path: str, value: object, message: str) -> None:
+def test_a_wrong_rule_file_is_refused_with_its_mistake(
+    tiny: str, tmp_path: Path, path: str, value: object, message: str
+) -> None:
     data: Any = json.loads(json.dumps(OWN_RULE))
     *parents, last = path.split("/")
     for parent in parents:
@@ -189,7 +191,7 @@ def test_trained_by_a_file_that_is_wrong(tiny: str, tmp_path: Path, path: str, v
     assert re.search(rf"{file}: .*{message}", run("verify", tiny, "--train", file, code=2).stderr)
 
 
-def test_verify_trains_by_rules_of_ones_own_and_by_none(tiny: str, tmp_path: Path) -> None:
+def test_verify_trains_by_a_rule_file_and_by_none(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text(json.dumps(OWN_RULE | {"hyper_values": {"beta": 0.5}}))
     words = ("--on", "reference", "--quick", "--train", str(tmp_path / "own.json"), "--train", "none")
     rows = [row for row in run_json("verify", tiny, *words)["checks"] if "training" in row["check"]]
@@ -249,7 +251,7 @@ def test_verify_that_fails_is_exit_code_1(tiny: str, monkeypatch: pytest.MonkeyP
     assert run_json("verify", tiny, code=1)["passed"] is False
 
 
-def test_bench_times_us_beside_torch(tiny: str) -> None:
+def test_bench_times_embforge_and_torch(tiny: str) -> None:
     words = ("bench", tiny, "--against", "torch", "--workload", "zipf:1.05,len=fixed:3,batch=8", "--seconds", "0.2")
     answer = run_json(*words)
     assert {timing["name"] for timing in answer["timings"]} >= {"embforge", "torch"}
@@ -285,7 +287,7 @@ def test_a_disturbed_run_shows_no_ratio(tiny: str, monkeypatch: pytest.MonkeyPat
     assert ("cannot be compared" in text) == (not shown)
 
 
-def test_env_names_versions_and_places() -> None:
+def test_env_has_versions_devices_and_the_cache_directory() -> None:
     facts = run_json("env")
     assert facts["packages"]["torch"] and facts["system"]["isa"] and facts["gpus"]["count"] >= 0
     assert facts["cache"]["directory"] == os.environ["EMBFORGE_CACHE_DIR"]
@@ -293,7 +295,7 @@ def test_env_names_versions_and_places() -> None:
 
 
 def unfolded(text: str) -> str:
-    """Printed text without the places where it was wrapped; no line of it may be cut or wider than the screen."""
+    """Printed text without spaces and line breaks. Asserts that no line is cut or wider than 80 columns."""
     assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
     return "".join(text.split())
 
@@ -307,12 +309,12 @@ def test_nothing_is_lost_on_a_narrow_screen(
     long.write_text(f'name = "{"collection" * 8}"\n{TINY}')
     run("gen", long, "--target", "cpu", "--arch", "generic", "--out", tmp_path / "out")
     (kernel,) = run_json("cache", "ls")["kernels"]
-    told = unfolded(run("cache", "ls").stdout)
-    assert all(text in told for text in (kernel["uri"], kernel["key"], str(fresh_cache)))
-    told = unfolded(run("env").stdout)
+    shown = unfolded(run("cache", "ls").stdout)
+    assert all(text in shown for text in (kernel["uri"], kernel["key"], str(fresh_cache)))
+    shown = unfolded(run("env").stdout)
     for section in run_json("env").values():
         for label, value in section.items():
-            assert label in told and (value is None or "".join(str(value).split()) in told)
+            assert label in shown and (value is None or "".join(str(value).split()) in shown)
     assert str(fresh_cache) in unfolded(run("cache", "clear").stdout)
 
 
@@ -334,7 +336,7 @@ def test_nothing_is_lost_on_a_narrow_screen(
         (("bench", "--train", "adagrab"), "adagrad"),
     ],
 )
-def test_what_an_option_meant_is_guessed(
+def test_a_misspelt_value_of_an_option_gets_a_suggestion(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], meant: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -352,23 +354,23 @@ def test_cache_lists_and_clears(tiny: str, tmp_path: Path, fresh_cache: Path) ->
     assert run_json("cache", "ls")["kernels"] == []
 
 
-def test_an_example_that_is_misspelt_and_a_directory_of_its_name(
+def test_a_misspelt_example_gets_a_suggestion_and_a_directory_is_no_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = run("gen", "dlmr", "--target", "cpu", "--out", "out", code=2).stderr
-    assert "dlmr: no such spec file, and no such example (did you mean 'dlrm'?); examples: dlrm, " in told
+    message = run("gen", "dlmr", "--target", "cpu", "--out", "out", code=2).stderr
+    assert "dlmr: no such spec file, and no such example (did you mean 'dlrm'?); examples: dlrm, " in message
     Path("shop.toml").write_text(TINY)
     assert "(did you mean 'shop.toml'?)" in run("gen", "shpo.toml", "--target", "cpu", "--out", "out", code=2).stderr
     Path("llm_vocab").mkdir()
     assert load_spec("llm_vocab").name == "llm_vocab"
 
 
-def test_schema_is_the_specs() -> None:
+def test_schema_prints_the_json_schema_of_specs() -> None:
     assert json.loads(run("schema").stdout) == run_json("schema") == json_schema()
 
 
-def test_examples_are_what_they_promise() -> None:
+def test_examples_have_the_tables_that_their_descriptions_promise() -> None:
     dlrm, vocab, mixed = (load_spec(name) for name in ("dlrm", "llm_vocab", "mixed"))
     assert len(dlrm.tables) == 26 and max(t.num_embeddings for t in dlrm.tables) == 1_000_000
     assert {t.embedding_dim for t in dlrm.tables} == {8, 16, 32, 64, 128}
@@ -381,7 +383,7 @@ def test_examples_are_what_they_promise() -> None:
     assert len({f.table for f in mixed.features}) < len(mixed.features)
 
 
-def test_params_are_read_as_written() -> None:
+def test_param_values_are_read_with_and_without_spaces_and_brackets() -> None:
     for text in ("prefetch_level=1", "prefetch_level = 1"):
         assert params_of("cpu", [text]) == CpuParams(prefetch_level=1)
     expected = CudaParams(pipeline=(8, 2), cache_hint="default")
@@ -397,8 +399,8 @@ def test_verify_without_a_gpu_is_exit_code_3(tiny: str, monkeypatch: pytest.Monk
     assert run_json("verify", tiny, "--on", "cuda", code=3)["error"]["type"] == "ToolchainError"
 
 
-def test_gen_ignores_the_kernels_it_is_to_replace(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the remedy that every other command names, so nothing in the environment may keep it from working."""
+def test_gen_ignores_the_kernels_that_it_replaces(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other commands name `gen` as the remedy, so no variable of the environment may keep it from working."""
     out = tmp_path / "kernels"
     words = ("gen", tiny, "--target", "cpu", "--arch", "generic", "--out", out)
     monkeypatch.setenv("EMBFORGE_KERNELS", str(out))
@@ -411,7 +413,7 @@ def test_gen_ignores_the_kernels_it_is_to_replace(tiny: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("text", ["[]", "nonsense", '{"schema": 1}', '{"schema": 0, "kernels": []}'])
-def test_gen_begins_a_damaged_manifest_anew(tiny: str, tmp_path: Path, text: str) -> None:
+def test_gen_replaces_a_damaged_manifest(tiny: str, tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     words = ("gen", tiny, "--target", "cpu", "--arch", "avx2", "--sources-only", "--out", tmp_path)
     assert "wrote a new manifest, because" in run(*words).stderr
@@ -434,7 +436,9 @@ def test_unknown_peer_is_exit_code_2_with_and_without_json(tiny: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "clear"])
-def test_a_cache_that_is_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_cache_directory_that_is_a_file_is_an_error_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EMBFORGE_CACHE_DIR", str(tmp_path / "file"))
     assert f"{tmp_path / 'file'} is not a directory" in run("cache", command, code=3).stderr

@@ -1,4 +1,4 @@
-"""With --json, stdout holds one document whatever happens, and exit codes are as without."""
+"""With --json, stdout holds exactly one JSON document even if a command fails; exit codes are those without --json."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def invoke(*words: str) -> Result:
         (["tuned", "show", "dlrm", "--bogus"], "NoSuchOption", "--bogus"),
     ],
 )
-def test_wrong_usage(
+def test_wrong_usage_is_one_document_and_exit_code_2(
     words: list[str], kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = invoke(*words) if "--json" in words else invoke(*words, "--json")
-    error = json.loads(told.stdout)["error"]
+    result = invoke(*words) if "--json" in words else invoke(*words, "--json")
+    error = json.loads(result.stdout)["error"]
     assert set(error) == {"type", "message", "exit_code"}
-    assert error["exit_code"] == told.exit_code == 2
+    assert error["exit_code"] == result.exit_code == 2
     assert message in error["message"]
     assert error["type"] == kind
-    assert message in told.stderr  # people read there
+    assert message in result.stderr  # a person reads stderr
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,21 @@ def test_wrong_usage(
         (KeyboardInterrupt(), 1, "interrupted by Ctrl-C"),
     ],
 )
-def test_what_goes_wrong_later(error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_a_command_runs_is_one_document(
+    error: BaseException, code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> Any:
         raise error
 
     monkeypatch.setattr(env_module, "collect", fail)
-    told, plain = invoke("env", "--json"), invoke("env")
+    result, plain = invoke("env", "--json"), invoke("env")
     expected = {"type": type(error).__name__, "message": message, "exit_code": code}
-    assert json.loads(told.stdout) == {"error": expected}
-    assert told.exit_code == plain.exit_code == code
-    assert (plain.stdout, plain.stderr) == ("", told.stderr)
+    assert json.loads(result.stdout) == {"error": expected}
+    assert result.exit_code == plain.exit_code == code
+    assert (plain.stdout, plain.stderr) == ("", result.stderr)
 
 
-def test_an_answer_that_is_printed_is_the_only_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_the_answer_adds_no_second_document(monkeypatch: pytest.MonkeyPatch) -> None:
     def print_and_fail(data: Any) -> None:
         print_json(data)
         raise OSError(28, "No space left on device", "file")
@@ -80,19 +82,19 @@ def test_an_answer_that_is_printed_is_the_only_document(monkeypatch: pytest.Monk
     print_json = env_module.print_json
     monkeypatch.setattr(env_module, "print_json", print_and_fail)
     monkeypatch.setattr(env_module, "collect", lambda: {"a": 1})
-    told = invoke("env", "--json")
-    assert json.loads(told.stdout) == {"a": 1}
-    assert told.exit_code == 3
+    result = invoke("env", "--json")
+    assert json.loads(result.stdout) == {"a": 1}
+    assert result.exit_code == 3
 
 
-def test_what_belongs_to_a_script_asks_nothing(tmp_path: Path) -> None:
+def test_json_after_the_script_of_record_is_the_scripts_own_option(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
     command = [Path(sys.executable).with_name("embforge"), "record", "--out", tmp_path / "t.npz", tmp_path / "s.py"]
-    told = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stdout) == (1, "['--json']\n")
+    result = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "['--json']\n")
 
 
-def test_the_form_is_documented() -> None:
-    told = " ".join(invoke("--help").stdout.split())
-    assert '{"error": {"type": "SpecError", "message": "...", "exit_code": 2}}' in told
+def test_help_shows_the_document_of_an_error() -> None:
+    text = " ".join(invoke("--help").stdout.split())
+    assert '{"error": {"type": "SpecError", "message": "...", "exit_code": 2}}' in text
     assert 'the key "error"' in " ".join(invoke("gen", "--help").stdout.split())

@@ -1,4 +1,4 @@
-"""`embforge plan` as scripts use it: text, JSON, plan files, plots, exit codes; and calibration by real processes."""
+"""`embforge plan`: its text, JSON, plan files, plots and exit codes; and a calibration that runs real processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 run, run_json = partial(commands.run, "plan", columns=200), partial(commands.run_json, "plan")
 
 
-def test_help_teaches() -> None:
+def test_help_has_examples_and_exit_codes() -> None:
     text = run("--help").stdout
     for word in ("embforge plan dlrm --topology h100x8 --world-size 1024", "--calibrate", "--json", "Exit codes: 0"):
         assert word in text
@@ -70,7 +70,7 @@ def test_tables_fit_80_columns(sizes: list[str]) -> None:
         assert "why table_wise: whole bags on one rank: fewest bytes (t2, " in text
 
 
-def test_a_plan_with_its_reasons_bytes_and_assumptions(tiny: str) -> None:
+def test_a_plan_is_shown_with_its_reasons_bytes_and_assumptions(tiny: str) -> None:
     text = run(tiny, "--topology", "h100x8", "--workload", "zipf:1.05").stdout
     for word in (
         "why",
@@ -86,9 +86,9 @@ def test_a_plan_with_its_reasons_bytes_and_assumptions(tiny: str) -> None:
 
 
 def test_json_has_the_plan_and_what_it_costs(tiny: str, tmp_path: Path) -> None:
-    found = run_json(tiny, "--topology", "h100x8", "--world-size", "1024", "--out", tmp_path / "plan.json")
-    (one,) = found["runs"]
-    assert found["predicted"] and (one["world_size"], one["nodes"], one["fits"]) == (1024, 128, True)
+    answer = run_json(tiny, "--topology", "h100x8", "--world-size", "1024", "--out", tmp_path / "plan.json")
+    (one,) = answer["runs"]
+    assert answer["predicted"] and (one["world_size"], one["nodes"], one["fits"]) == (1024, 128, True)
     assert one["seconds"] == pytest.approx(sum(phase["high"] for phase in one["phases"].values()))
     assert one["prefetched_seconds"] <= one["seconds"]
     assert {table["table"] for table in one["tables"]} == {"big", "small"}
@@ -98,7 +98,7 @@ def test_json_has_the_plan_and_what_it_costs(tiny: str, tmp_path: Path) -> None:
     assert again["runs"][0]["seconds"] == pytest.approx(one["seconds"])
 
 
-def test_kinds_formats_and_optimizers_change_what_is_expected(tiny: str) -> None:
+def test_formats_optimizers_and_batch_sizes_change_expected_bytes(tiny: str) -> None:
     def total(*words: str) -> dict[str, float]:
         (one,) = run_json(tiny, "--topology", "h100x8", "--kind", "row_wise", *words)["runs"]
         return {name: spread["mean"] for name, spread in one["node_bytes"].items()} | {"memory": one["memory"]["mean"]}
@@ -119,7 +119,7 @@ def test_several_world_sizes_are_a_table_and_a_picture(tiny: str, tmp_path: Path
     assert {"Step, by phase (its slowest rank)", "8", "64", "1,024", "↑ 68 GB may be used"} <= set(shown)
     assert any("assumed, not measured" in line for line in shown)
     runs = run_json(*words)["runs"]
-    assert {f"{1e3 * one['seconds']:.3g}" for one in runs} <= set(shown)  # each column tells its sum
+    assert {f"{1e3 * one['seconds']:.3g}" for one in runs} <= set(shown)  # each column shows its sum
     run(*words, "--plot", tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
@@ -132,7 +132,7 @@ def test_a_plot_that_cannot_be_drawn_says_why(tiny: str, tmp_path: Path, monkeyp
     assert "pip install 'embforge[plots]'" in run(*words, tmp_path / "scaling.svg", code=3).stderr
 
 
-def test_what_does_not_fit(tiny: str, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_into_memory_is_exit_code_1_and_none_is_2(tiny: str, tmp_path: Path) -> None:
     narrow = tmp_path / "narrow.toml"
     text = load_topology("laptop").to_toml()
     narrow.write_text(text.replace("memory_gb = 4.0", "memory_gb = 0.02"))
@@ -145,7 +145,7 @@ def test_what_does_not_fit(tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_store")
-def test_mistakes_are_sentences(tiny: str, tmp_path: Path) -> None:
+def test_each_mistake_is_exit_code_2_and_a_sentence(tiny: str, tmp_path: Path) -> None:
     assert "this machine has not been measured" in run(tiny, code=2).stderr
     assert "give one of them" in run(tiny, "--kind", "grid", "--plan", tiny, code=2).stderr
     assert "Missing argument 'SPEC'" in run(code=2).stderr
@@ -161,12 +161,12 @@ def test_mistakes_are_sentences(tiny: str, tmp_path: Path) -> None:
 def test_calibration_measures_real_processes_and_is_used_from_then_on(tiny: str) -> None:
     from embforge.sharded.calibrate import calibrate
 
-    told: list[str] = []
-    found = calibrate(2, table_bytes=2**22, repeats=2, tell=lambda stage, done, total: told.append(stage))
+    stages: list[str] = []
+    found = calibrate(2, table_bytes=2**22, repeats=2, tell=lambda stage, done, total: stages.append(stage))
     assert found.measured and found.ranks_per_node == 2 and "gloo" in found.source
     for number in (found.lookup_bandwidth, found.update_bandwidth, found.node_link.bandwidth, found.node_link.latency):
         assert 0 < number < 1e13
-    assert "measuring on 2 processes" in told
+    assert "measuring on 2 processes" in stages
     assert save_calibrated(found) == calibrated_path() and load_topology() == load_topology("local")
     read = load_topology()  # gigabytes in the file, so the last bit may differ
     assert read.lookup_bandwidth == pytest.approx(found.lookup_bandwidth) and read.node_link.latency > 0

@@ -1,4 +1,4 @@
-"""What `embforge tune` shows while it runs and at its end: events in, lines out, on a terminal and elsewhere."""
+"""What `embforge tune` shows while it runs and at its end: on a terminal a live panel, elsewhere lines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RUN = [
 
 
 def shown(events: list[Any], status: Status | None = None, **options: Any) -> str:
-    """What a screen of 80 columns gets of these events."""
+    """The text that these events print on a screen of 80 columns."""
     screen = Console(file=StringIO(), width=80, highlight=False, **options)
     with display(status or Status(60.0), screen) as tell:
         for event in events:
@@ -64,7 +64,7 @@ def shown(events: list[Any], status: Status | None = None, **options: Any) -> st
     return text
 
 
-def test_without_a_terminal_news_are_lines_and_the_rest_is_silent() -> None:
+def test_without_a_terminal_only_news_prints_lines() -> None:
     lines = [line.partition("  ")[2] for line in shown(RUN).splitlines()]
     assert lines == [
         "study forward-x: 1,234 points, 2 trials finished already",
@@ -74,7 +74,7 @@ def test_without_a_terminal_news_are_lines_and_the_rest_is_silent() -> None:
     ]
 
 
-def test_without_a_terminal_silence_ends_with_a_line_about_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_a_summary_line_is_printed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_display, "LINE_SECONDS", 0.0)
     last = shown(RUN).splitlines()[-1]
     assert last == (
@@ -83,7 +83,7 @@ def test_without_a_terminal_silence_ends_with_a_line_about_everything(monkeypatc
     )
 
 
-def test_a_busy_machine_is_news_once_and_shown_while_it_lasts() -> None:
+def test_a_busy_machine_is_reported_once_and_shown_while_it_lasts() -> None:
     status = Status(60.0)
     news = [status.hear(Racing("final", 0, {}, retaken=count, others=1.3)) for count in (1, 2)]
     again = "rounds are taken again while the budget lasts"
@@ -99,7 +99,7 @@ def test_a_failure_is_named_by_trial_kind_and_reason(kind: str) -> None:
     assert line == f"trial 7: {kind} (threads=1): because"
 
 
-def test_what_compiles_is_what_was_taken_and_is_not_there_yet() -> None:
+def test_trials_count_as_compiling_until_they_are_screened_or_fail() -> None:
     status = Status(None)
     seen = []
     for event in RUN:
@@ -173,7 +173,7 @@ def printed(report: Report, **options: Any) -> str:
     return text
 
 
-def test_the_end_fits_80_columns_and_loses_nothing() -> None:
+def test_the_result_fits_80_columns_and_cuts_nothing() -> None:
     text = printed(report_with(0.5), force_terminal=True, color_system=None)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert "zipf:1.05,len=geo:20," in text and "batch=2048" in text
@@ -182,14 +182,14 @@ def test_the_end_fits_80_columns_and_loses_nothing() -> None:
     assert "4096" in text and "16384" in text
 
 
-def test_that_the_default_stays_is_said_once_with_the_reason() -> None:
+def test_a_default_that_stays_is_one_line_with_the_reason() -> None:
     text = printed(report_with(1.5))
     (line,) = [line for line in text.splitlines() if "default stays" in line]
     assert line.startswith("The default stays: the best candidate is 0.667x the default")  # whole: no terminal
     assert line.endswith("which is not above the noise floor of 0.5%")
 
 
-def test_where_the_default_races_itself_there_is_no_table_of_fields() -> None:
+def test_a_default_that_is_the_leader_has_no_table_of_fields() -> None:
     assert "prefetch_bytes" not in printed(report_with(1.0, leader=vars(CpuParams()), best=vars(CpuParams())))
 
 
@@ -198,7 +198,7 @@ def test_without_finals_nothing_is_decided() -> None:
     assert text == "Not decided yet\ntrials: none; of 30 points\n"
 
 
-def test_failures_are_counted_and_the_first_of_them_named() -> None:
+def test_failures_are_counted_and_the_first_eight_are_named() -> None:
     bad = tuple(Trial(n, vars(BAD), "wrong-answer", None, f"row {n} {MARKUP}\nmore", {}, {}) for n in range(10))
     lines = printed(report_with(0.5, trials=bad)).splitlines()
     assert "trials: 10 wrong-answer; of 30 points" in lines
@@ -207,12 +207,12 @@ def test_failures_are_counted_and_the_first_of_them_named() -> None:
     assert "  and 2 more; --report names them" in lines
 
 
-def test_a_workload_is_no_markup() -> None:
+def test_a_workload_is_not_read_as_markup() -> None:
     assert "trace:[/x].npz" in printed(report_with(0.5, workload="trace:[/x].npz", title="[/] on cpu"))
 
 
 @given(st.lists(st.text("abc=:.1", min_size=1, max_size=30), min_size=1, max_size=6), st.integers(1, 40))
-def test_a_workload_is_broken_behind_commas_only(parts: list[str], width: int) -> None:
+def test_a_workload_is_broken_after_commas_only(parts: list[str], width: int) -> None:
     workload = ",".join(parts)
     lines = broken(workload, width).split("\n")
     assert "".join(lines) == workload
@@ -221,9 +221,7 @@ def test_a_workload_is_broken_behind_commas_only(parts: list[str], width: int) -
     assert all(len(a) + len(b.partition(",")[0]) + ("," in b) > width for a, b in pairwise(lines))
 
 
-def test_the_places_name_the_study_and_what_became_of_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_lines_name_the_study_and_the_files_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def lines(paths: tuple[Path, ...], unstored: str, page: Path | None = None) -> list[str]:

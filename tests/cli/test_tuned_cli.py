@@ -1,4 +1,4 @@
-"""`embforge tuned` and `gen --tuned` as people and scripts use them."""
+"""`embforge tuned` and `gen --tuned`: what they print, write and refuse."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "user"
 
 
-def test_every_command_explains_itself() -> None:
+def test_every_subcommand_has_help_json_and_exit_codes() -> None:
     assert "embforge tuned export results.json" in run("tuned", "--help").stdout
     for command in ("ls", "show", "export", "import", "rm"):
         text = run("tuned", command, "--help").stdout
         assert "--json" in text and "Exit codes: 0" in text
 
 
-def test_ls_of_nothing(user: Path, tmp_path: Path) -> None:
+def test_ls_of_empty_stores_says_how_to_make_a_result(user: Path, tmp_path: Path) -> None:
     assert "no tuned results yet; `embforge tune SPEC` makes one" in run("tuned", "ls").stdout
     answer = run_json("tuned", "ls")
     assert answer["results"] == answer["problems"] == []
@@ -78,7 +78,7 @@ def test_show_by_id_and_by_file() -> None:
     assert run_json("tuned", "show", ID)["samples"]["best"] == [1e-4, 1.01e-4]
 
 
-def test_ls_and_show_tell_ids_and_caches() -> None:
+def test_ls_and_show_name_ids_and_caches_that_are_not_the_usual_ones() -> None:
     save(record_of(), "user")
     usual = run("tuned", "ls").stdout
     assert "int64" not in usual and "warm" not in usual
@@ -89,7 +89,7 @@ def test_ls_and_show_tell_ids_and_caches() -> None:
     assert "int32 ids, cold caches" in run("tuned", "show", path).stdout
 
 
-def test_ls_tells_no_gain_of_fields_that_are_not_taken_here() -> None:
+def test_ls_shows_no_gain_of_fields_that_this_machine_does_not_take() -> None:
     here = save(record_of(replace(FAST, threads=2), hardware=this_cpu()), "user")
     shown = run("tuned", "ls").stdout
     assert "1.23" in shown and "here no gain is known" not in shown
@@ -104,7 +104,7 @@ def test_ls_tells_no_gain_of_fields_that_are_not_taken_here() -> None:
     assert "1.23" not in shown and "x default -: measured with threads" in shown
     (line,) = run_json("tuned", "ls")["results"]
     assert line["gain"] is None and line["dropped"] == ["threads"]
-    save(record_of(FAST, hardware=elsewhere), "user")  # nothing that is dropped
+    save(record_of(FAST, hardware=elsewhere), "user")  # has no field that is dropped here
     assert run_json("tuned", "ls")["results"][0]["gain"]["median"] == 1.23
 
 
@@ -137,7 +137,7 @@ def test_export_import_and_rm(user: Path, tmp_path: Path) -> None:
     assert imported["replaced"] == [] and (tmp_path / "embforge-tuned" / other.name).read_bytes() == other.read_bytes()
 
 
-def test_env_names_the_stores(user: Path) -> None:
+def test_env_lists_the_stores_with_their_counts(user: Path) -> None:
     save(record_of(), "user")
     (user / "mine.json").write_text("{}")
     facts = run_json("env")
@@ -145,7 +145,7 @@ def test_env_names_the_stores(user: Path) -> None:
     assert facts["settings"]["EMBFORGE_TUNED_DIR"] == str(user)
 
 
-def test_gen_emits_what_a_module_here_runs(tmp_path: Path) -> None:
+def test_gen_tuned_emits_the_kernels_that_a_module_here_runs(tmp_path: Path) -> None:
     spec = write_spec(tmp_path / "mine.toml")
     save(record_of(FAST, traffic=Traffic(64), created="2030-01-01T00:00:00Z"), "project", origin=spec)
     save(record_of(FASTER, traffic=Traffic(4096)), "user")
@@ -165,7 +165,7 @@ def test_gen_emits_what_a_module_here_runs(tmp_path: Path) -> None:
     assert plain["kernels"][0]["params"]["prefetch_bytes"] == CpuParams().prefetch_bytes and "tuned" not in plain
 
 
-def test_gen_chooses_for_each_type_of_ids(tmp_path: Path) -> None:
+def test_gen_tuned_chooses_for_each_id_dtype(tmp_path: Path) -> None:
     spec = write_spec(tmp_path / "mine.toml")
     save(record_of(FAST), "user")
     save(record_of(FASTER, id_dtype="int32"), "user")
@@ -178,7 +178,7 @@ def test_gen_chooses_for_each_type_of_ids(tmp_path: Path) -> None:
         assert f" forward of {ids} ids: tuned on this hardware" in line
 
 
-def test_gen_for_other_archs_says_what_it_took(tmp_path: Path) -> None:
+def test_gen_tuned_for_other_archs_says_which_result_it_took(tmp_path: Path) -> None:
     spec = write_spec(tmp_path / "mine.toml")
     gpu = gpu_hardware({"name": "G", "arch": "sm_90", "multiprocessors": 132, "memory_bytes": 2**36})
     save(record_of(CudaParams(block=512), target="cuda", hardware=gpu), "user")
@@ -193,13 +193,13 @@ def test_gen_for_other_archs_says_what_it_took(tmp_path: Path) -> None:
     assert simt["tuned"] == ["sm_90 forward: default: nothing is tuned for simt"]
 
 
-def test_gen_refuses_contradictions(tmp_path: Path) -> None:
+def test_gen_refuses_options_that_contradict_each_other(tmp_path: Path) -> None:
     words = ("gen", write_spec(tmp_path / "mine.toml"), "--target", "cpu", "--out", tmp_path / "a")
     answer = run(*words, "--tuned", "--param", "tile_vectors=4", code=2)
     assert "--tuned and --param both say" in answer.stderr
     assert "add --tuned" in run(*words, "--batch-size", "9", code=2).stderr
 
 
-def test_an_example_has_no_project_in_the_package(tmp_path: Path) -> None:
+def test_an_example_spec_has_no_project_store_inside_the_package(tmp_path: Path) -> None:
     answer = run_json("gen", "mixed", "--target", "cpu", "--sources-only", "--tuned", "--out", tmp_path / "a")
     assert answer["tuned"][0].endswith("forward: default: no store has a tuned forward for cpu")

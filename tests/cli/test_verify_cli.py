@@ -1,4 +1,4 @@
-"""`embforge verify` on simt and cuda: options, counters, and the report file for an issue."""
+"""`embforge verify` on simt and cuda: its options, its counters, and the report file that users attach to an issue."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 run, run_json = partial(commands.run, "verify"), partial(commands.run_json, "verify")
 
 
-def test_on_simt_with_counters(tiny: str) -> None:
+def test_verify_on_simt_counts_memory_accesses(tiny: str) -> None:
     words = (tiny, "--on", "simt", "--quick", "--counters", "--workload", "zipf:1.05,len=fixed:3,batch=16")
     answer = run_json(*words)
     assert answer["passed"] and (answer["on"], answer["arch"], answer["plans"]) == ("simt", "sm_90", 2)
@@ -69,7 +69,7 @@ def test_on_simt_with_counters(tiny: str) -> None:
     assert not list(Path().glob("embforge-verify*"))
 
 
-def test_another_arch_and_a_report_on_request(tiny: str) -> None:
+def test_arch_and_report_are_taken_from_the_options(tiny: str) -> None:
     words = ("--on", "simt", "--param", "block=128", "--arch", "sm_100", "--counters", "--report", "simt.json")
     answer = run_json(tiny, *words)
     assert answer["arch"] == "sm_100" and answer["report"] == "simt.json"
@@ -91,12 +91,12 @@ def test_another_arch_and_a_report_on_request(tiny: str) -> None:
         (("--report", "nowhere/report.json"), "no file can be written to directory nowhere (No such file"),
     ],
 )
-def test_wrong_usage(tiny: str, words: tuple[str, ...], message: str) -> None:
+def test_options_that_do_not_fit_are_refused_with_the_reason(tiny: str, words: tuple[str, ...], message: str) -> None:
     assert message in run(tiny, *words, code=2).stderr
 
 
 @pytest.mark.parametrize("words", [("--on", "cuda"), ("--quick", "--report", "here.json")])
-def test_a_directory_that_takes_no_file_is_found_before_the_run(
+def test_a_directory_without_write_access_is_refused_before_the_run(
     tiny: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**more: Any) -> None:
@@ -114,8 +114,8 @@ COUNTING = ("--on", "simt", "--quick", "--counters", "--report", "simt.json")
 
 
 @pytest.fixture
-def a_simt(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
-    """`verify` on simt, with these rows; counting finds the bug of FAILED."""
+def verify_on_simt(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
+    """Replaces `verify` on simt: it returns these rows, and counting raises the error of FAILED."""
     rows = [PASSED]
 
     def count(*words: Any, **more: Any) -> None:
@@ -129,7 +129,7 @@ def a_simt(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
     return rows
 
 
-def test_a_bug_in_the_counted_batch_is_a_check_that_failed(tiny: str, a_simt: list[VerifyRow]) -> None:
+def test_a_bug_that_counting_finds_is_a_failed_check(tiny: str, verify_on_simt: list[VerifyRow]) -> None:
     text = run(tiny, *COUNTING, code=1).stdout
     assert text.index("2 plans for sm_90") < text.index("counted batch: uniform,len=geo:20,batch=256: kernel k: race")
     report = json.loads(Path("simt.json").read_text())
@@ -138,8 +138,10 @@ def test_a_bug_in_the_counted_batch_is_a_check_that_failed(tiny: str, a_simt: li
     assert not answer["passed"] and answer["checks"] == report["checks"] and "counters" not in answer
 
 
-def test_what_failed_is_not_counted(tiny: str, a_simt: list[VerifyRow], monkeypatch: pytest.MonkeyPatch) -> None:
-    a_simt.append(FAILED)
+def test_nothing_is_counted_after_a_failed_check(
+    tiny: str, verify_on_simt: list[VerifyRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify_on_simt.append(FAILED)
     monkeypatch.setattr("embforge.cli.display.counters.count_spec", None)
     assert "Not counted, because a check failed." in run(tiny, *COUNTING, code=1).stdout
     assert not run_json(tiny, *COUNTING, code=1)["passed"]
@@ -149,8 +151,8 @@ def test_what_failed_is_not_counted(tiny: str, a_simt: list[VerifyRow], monkeypa
 
 
 @pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
-    """`verify` as it would answer on a GPU: with these rows."""
+def verify_on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
+    """Replaces `verify` on a GPU: it returns these rows."""
     rows = [PASSED]
 
     def answer(spec: Any, *, on: str, **more: Any) -> VerifyReport:
@@ -160,7 +162,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[VerifyRow]:
     return rows
 
 
-def test_on_cuda_facts_are_shown_and_written_for_an_issue(tiny: str, a_gpu: list[VerifyRow]) -> None:
+def test_on_cuda_device_facts_are_shown_and_written_to_the_report(tiny: str, verify_on_gpu: list[VerifyRow]) -> None:
     text = run(tiny, "--on", "cuda").stdout
     for expected in ("reference bits: B=1", "38 plans for sm_90 on cuda", "name NVIDIA H100", "multiprocessors 132"):
         assert expected in text
@@ -173,8 +175,8 @@ def test_on_cuda_facts_are_shown_and_written_for_an_issue(tiny: str, a_gpu: list
     assert set(report) >= {"date", "spec", "on", "arch", "checks", "system", "packages", "collection"}
 
 
-def test_on_cuda_a_failure_is_written_too(tiny: str, a_gpu: list[VerifyRow]) -> None:
-    a_gpu.append(FAILED)
+def test_on_cuda_a_failure_is_written_to_the_report(tiny: str, verify_on_gpu: list[VerifyRow]) -> None:
+    verify_on_gpu.append(FAILED)
     text = run(tiny, "--on", "cuda", "--report", "here.json", code=1).stdout
     assert "FAILED" in text and "race: two threads [12]" in text
     report = json.loads(Path("here.json").read_text())
@@ -182,9 +184,9 @@ def test_on_cuda_a_failure_is_written_too(tiny: str, a_gpu: list[VerifyRow]) -> 
     assert run_json(tiny, "--on", "cuda", code=1)["device"] == FACTS
 
 
-def test_what_a_stopped_gpu_did_not_run_is_said(tiny: str, a_gpu: list[VerifyRow]) -> None:
+def test_checks_that_a_stopped_gpu_did_not_run_are_shown_as_not_run(tiny: str, verify_on_gpu: list[VerifyRow]) -> None:
     lost = VerifyRow("reference bits: B=3", 0, 0.0, passed=False, not_run=2)
-    a_gpu[:] = [replace(PASSED, not_run=1), FAILED, lost]
+    verify_on_gpu[:] = [replace(PASSED, not_run=1), FAILED, lost]
     text = run(tiny, "--on", "cuda", "--report", "here.json", code=1).stdout
     assert "passed, 1 not run" in text and "A kernel has stopped the device" in text
     assert [line.split("│")[-2].strip() for line in text.splitlines() if "B=3" in line] == ["not run"]
@@ -192,8 +194,8 @@ def test_what_a_stopped_gpu_did_not_run_is_said(tiny: str, a_gpu: list[VerifyRow
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
-def test_results_are_told_even_if_the_report_cannot_be_written(
-    tiny: str, a_gpu: list[VerifyRow], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+def test_results_are_shown_even_if_the_report_cannot_be_written(
+    tiny: str, verify_on_gpu: list[VerifyRow], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     def refuse(path: Path, data: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -204,7 +206,7 @@ def test_results_are_told_even_if_the_report_cannot_be_written(
     assert not words or json.loads(result.stdout)["passed"]
 
 
-def test_facts_of_a_device() -> None:
+def test_facts_of_a_gpu_come_from_its_properties() -> None:
     properties = SimpleNamespace(name="NVIDIA L4", major=8, minor=9, multi_processor_count=58, total_memory=24 << 30)
     facts = facts_of(properties, (12, 8))
     assert facts["name"] == "NVIDIA L4" and facts["arch"] == "sm_89" and facts["multiprocessors"] == 58

@@ -1,4 +1,4 @@
-"""Kernels by content: keys, one build for many processes, damage, and places that cannot be written."""
+"""The kernel cache: keys by content, one build for many processes, damaged entries, folders without write access."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_eight_processes_compile_one_kernel_once(fresh_cache: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["kernel.cubin", "kernel.cu", "entry.json"])
 @pytest.mark.parametrize("odd", ["directory", "pipe", "deep"])
-def test_odd_things_in_an_entry_are_replaced(fresh_cache: Path, name: str, odd: str) -> None:
+def test_entries_with_directories_pipes_or_deep_json_are_built_again(fresh_cache: Path, name: str, odd: str) -> None:
     path = cache.fetch(recipe())[0].directory / name
     path.unlink()
     if odd == "directory":

@@ -1,4 +1,4 @@
-"""build: a directory of kernels first, then the cache, then the compiler; and what EMBFORGE_JIT=0 says."""
+"""`build` looks in a directory of kernels, then in the cache, then compiles; EMBFORGE_JIT=0 forbids the last."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan_of(dim: int = 4, **params: Any) -> Plan:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces the target by one that counts its compilations and needs no compiler."""
+    """Replaces the target's toolchain by one that counts its compilations and needs no compiler."""
     done: list[str] = []
 
     def compile_(plan: Plan, source: Path) -> bytes:
@@ -138,12 +138,12 @@ def test_without_jit_the_missing_kernel_and_the_remedy_are_named(
 @pytest.mark.parametrize(
     ("value", "allowed"), [("0", False), ("false", False), ("No", False), ("off", False), ("1", True), ("", True)]
 )
-def test_ways_to_forbid_compiling(monkeypatch: pytest.MonkeyPatch, value: str, allowed: bool) -> None:
+def test_every_spelling_of_off_forbids_compiling(monkeypatch: pytest.MonkeyPatch, value: str, allowed: bool) -> None:
     monkeypatch.setenv("EMBFORGE_JIT", value)
     assert jit_allowed() == allowed
 
 
-def test_the_command_named_makes_the_very_plan(tmp_path: Path) -> None:
+def test_the_command_in_the_error_makes_exactly_that_plan(tmp_path: Path) -> None:
     plan = replace(
         plan_of(), target="cuda", arch="sm_90", id_dtype="int32", params=CudaParams(pipeline=(8, 2), block=128)
     )
@@ -155,7 +155,7 @@ def test_the_command_named_makes_the_very_plan(tmp_path: Path) -> None:
 
 
 def commands_for(forward: Any, backward: Any, *rules: str, accumulate: bool = False) -> list[str]:
-    """What `gen` would be told by the command for a module trained by these rules."""
+    """The `embforge gen` commands that make the kernels of a module trained by these rules."""
     target = "cuda" if isinstance(forward, CudaParams) else "cpu"
     arch, spec, plans = "sm_90" if target == "cuda" else "generic", plan_of().spec, []
     for rule in rules:
@@ -187,7 +187,7 @@ def test_two_commands_where_one_would_set_a_field_for_both() -> None:
 def test_without_jit_a_training_module_names_all_that_is_missing(
     fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: bool
 ) -> None:
-    """And the command that it names makes them all: the next call needs no compiler."""
+    """The command in the message makes all of them, so that the next call needs no compiler."""
     import torch
 
     import embforge as ef

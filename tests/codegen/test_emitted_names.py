@@ -25,7 +25,7 @@ from embforge.codegen.targets.cuda.arch import DEFAULT_ARCH
 
 
 def renamed(spec: CollectionSpec) -> CollectionSpec:
-    """The same shape; sorted by its names, everything would stand the other way round."""
+    """The same collection with other names, whose alphabetical order is the reverse of the old names' order."""
     tables = {table.name: f"z{len(spec.tables) - place}" for place, table in enumerate(spec.tables)}
     features = [
         replace(f, name=f"y{len(spec.features) - place}", table=tables[f.table])
@@ -42,7 +42,7 @@ def plans_of(spec: CollectionSpec, target: str) -> list[Plan]:
 
 
 def code(plan: Plan) -> str:
-    """The source without comments and its own symbol."""
+    """The source without comments, its symbol replaced by a word that does not depend on the plan."""
     return re.sub(r"\s*//[^\n]*", "", source_of(plan)).replace(plan.symbol, "symbol")
 
 
@@ -56,7 +56,7 @@ def test_no_code_depends_on_a_name(target: str) -> None:
         assert Plan.from_text(plan.text) == plan
 
 
-def test_what_a_kernel_does_is_no_name() -> None:
+def test_only_what_changes_code_changes_the_nameless_plan() -> None:
     spec = load_spec("mixed")
     (plan, *_) = plans_of(spec, "cpu")
     longer = replace(spec, features=[replace(f, hotness=7) if f.pooling != "concat" else f for f in spec.features])
@@ -109,7 +109,7 @@ def test_kernels_are_found_under_other_names(emitted: tuple[str, Path], monkeypa
         module.forward_dict(*bad)
 
 
-def test_of_two_names_ones_own_is_taken(tmp_path: Path) -> None:
+def test_of_two_emitted_kernels_that_fit_the_one_with_the_same_names_is_taken(tmp_path: Path) -> None:
     spec = load_spec("llm_vocab")
     plan = Plan("forward", "cpu", "avx2", "int64", spec, params_type("cpu")())
     other = replace(plan, spec=renamed(spec))

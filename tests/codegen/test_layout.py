@@ -42,13 +42,15 @@ def of_table(dim: int, dtype: str = "fp32") -> tuple[int, int, int]:
         (15, "fp8_e5m2", (15, 16, 16)),
     ],
 )
-def test_row_strides(dim: int, dtype: str, expected: tuple[int, int, int]) -> None:
+def test_row_strides_are_padded_unless_that_wastes_too_much(
+    dim: int, dtype: str, expected: tuple[int, int, int]
+) -> None:
     assert of_table(dim, dtype) == expected
 
 
 @given(dim=st.integers(1, MAX_DIM), dtype=st.sampled_from(TABLE_DTYPES))
 @examples(200)
-def test_every_stride(dim: int, dtype: str) -> None:
+def test_every_stride_is_aligned_and_wastes_little(dim: int, dtype: str) -> None:
     row, stride, alignment = of_table(dim, dtype)
     assert row == dim * DTYPES[dtype].bytes
     assert row <= stride <= 1.125 * row
@@ -109,5 +111,5 @@ def test_sum_mean_and_sqrtn_share_a_bucket() -> None:
 @pytest.mark.parametrize(
     ("value", "limit", "power"), [(0, 32, 32), (1, 32, 1), (24, 32, 8), (96, 32, 32), (96, 16, 16)]
 )
-def test_largest_power_of_two(value: int, limit: int, power: int) -> None:
+def test_the_largest_power_of_two_that_divides_a_number(value: int, limit: int, power: int) -> None:
     assert largest_power_of_two(value, limit) == power

@@ -31,7 +31,7 @@ every_format = pytest.mark.parametrize("form", NARROW, ids=lambda form: form.nam
 DIM = 8
 CODES = {8: torch.uint8, 16: torch.int16}
 MANY = 4000
-"""Numbers of a format, at most, that the emulated GPU rounds."""
+"""The most numbers of one format that the emulated GPU rounds."""
 PARAMS: dict[str, dict[str, Any]] = {
     "forward": {"cpu": CpuParams(), "simt": CudaParams()},
     "backward": {"cpu": CpuBackwardParams(), "simt": CudaBackwardParams()},
@@ -64,7 +64,7 @@ def batch_of_all_rows(spec: CollectionSpec) -> Batch:
 
 
 def table_of(layout: TableLayout, codes: Tensor) -> Tensor:
-    """Rows that hold these bits, where the layout wants them."""
+    """A table whose rows hold these bits, with the strides of the layout."""
     table = allocate(layout, torch.device("cpu"))
     table.copy_(codes.view(table.dtype))
     return table
@@ -79,7 +79,7 @@ def bits_of(numbers: Tensor, form: Float) -> Tensor:
 
 
 def by_definition(form: Float, code: int) -> float:
-    """What the facts say that a code without its sign is."""
+    """The number that a code without its sign stands for, by the facts of its format."""
     if code > form.largest_code:
         return torch.inf if code == form.infinity else torch.nan
     exponent, fraction = code >> form.mantissa_bits, code & (1 << form.mantissa_bits) - 1
@@ -89,7 +89,7 @@ def by_definition(form: Float, code: int) -> float:
 
 
 @every_format
-def test_facts_are_torchs(form: Float) -> None:
+def test_facts_of_formats_equal_those_of_torch(form: Float) -> None:
     info, numbers = torch.finfo(torch_dtype(form.name)), all_codes(form).view(torch_dtype(form.name)).float()
     assert (info.bits, info.max, info.eps) == (form.bits, form.largest, form.resolution)
     assert (info.smallest_normal, info.min) == (form.smallest_normal, -form.largest)
@@ -125,7 +125,7 @@ def test_every_code_is_decoded(target: str, arch: str) -> None:
 
 
 def borders(form: Float, most: int | None) -> Tensor:
-    """Numbers halfway between neighbours, just below and just above that, past the largest one too; of either sign."""
+    """Numbers halfway between neighbours, just below and just above, also past the largest; of both signs."""
     exact = torch.tensor([by_definition(form, code) for code in range(form.largest_code + 1)], dtype=torch.float64)
     exact = torch.cat([exact, 2 * exact[-1:] - exact[-2:-1]])
     halfway = ((exact[:-1] + exact[1:]) / 2).float()
@@ -165,7 +165,7 @@ def test_every_border_of_rounding_is_respected(target: str, arch: str) -> None:
 
 
 def test_new_formats_follow_from_their_facts() -> None:
-    """A format that nobody has: 6 bits of exponent and one of fraction, without infinities."""
+    """An invented format: 6 bits of exponent and one of fraction, without infinities."""
     form = replace(FLOATS["fp8_e4m3"], name="e6m1", exponent_bits=6, mantissa_bits=1, infinity=None, nan=0x7F)
     assert (form.bias, form.largest, form.smallest, form.largest_code) == (31, 2.0**32, 2.0**-31, 0x7E)
     assert form.overflow == form.largest_code and form.least_bound == 2.0**-30

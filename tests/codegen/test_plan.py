@@ -79,18 +79,18 @@ def test_uri_differs_when_anything_does(other: Plan) -> None:
         (dict(params=CudaParams()), "plan field params=.* does not fit target 'cpu'"),
     ],
 )
-def test_bad_fields(changes: dict[str, Any], message: str) -> None:
+def test_a_bad_field_of_a_plan_is_an_error_that_names_it(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         replace(PLAN, **changes)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "nonsense"])
-def test_text_that_is_no_plan(text: str) -> None:
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="not a plan's canonical text"):
         Plan.from_text(text)
 
 
-def test_text_of_another_schema() -> None:
+def test_text_of_another_schema_is_refused() -> None:
     data = json.loads(PLAN.text) | {"schema": 0}
     with pytest.raises(PlanError, match="plan text of schema 0"):
         Plan.from_text(json.dumps(data))
@@ -113,7 +113,7 @@ def test_simt_is_called_as_cuda_is() -> None:
     assert PLAN.symbol == PLAN.uri
 
 
-def test_unknown_param() -> None:
+def test_an_unknown_param_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(PlanError, match=r"plan field 'speed' does not exist for target cpu; allowed: .*grain_bytes"):
         params_from("cpu", {"speed": 9})
 
@@ -134,6 +134,6 @@ def test_arguments_are_those_of_the_op_in_its_order(target: str) -> None:
     ],
 )
 def test_a_number_of_another_type_is_refused(target: str, field: str, value: Any) -> None:
-    """It would equal a choice, and then appear in generated code."""
+    """In Python 1.0 equals the choice 1, but it would appear as 1.0 in generated code."""
     with pytest.raises(PlanError, match=f"plan field {field}="):
         params_type(target)(**{field: value})

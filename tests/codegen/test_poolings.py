@@ -1,4 +1,4 @@
-"""The vocabulary of poolings: its table, the names beside it, and that other files ask it instead of naming members."""
+"""The table of poolings is complete, and other files read its facts instead of comparing names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRODUCT = ("cli", "codegen", "runtime", "templates", "tuner")
 NUMBERS = (0.0, -0.0, 1.5, -2.0, torch.inf, -torch.inf, torch.nan)
 TESTED = re.compile(r"\.pooling (?:[=!]= [\"']|(?:not )?in )")
 PEERS = ("runtime/verify/against_torch.py", "tuner/bench/peers.py")
-"""They say which poolings torch and FBGEMM have."""
+"""Files that may name poolings, because they say which ones torch and FBGEMM have."""
 
 
 def test_the_names_are_those_of_the_table() -> None:
@@ -47,7 +47,7 @@ def test_the_names_are_those_of_the_table() -> None:
     assert get_args(Result) == RESULTS and {p.result for p in POOLINGS.values()} == set(RESULTS)
 
 
-def test_what_today_s_poolings_are() -> None:
+def test_each_pooling_has_the_facts_that_kernels_were_written_for() -> None:
     facts = {p.name: (p.result, p.kept, p.undivided.name, p.partial.name) for p in POOLINGS.values()}
     assert facts["sum"] == ("summed", None, "sum", "sum")
     assert facts["mean"] == ("divided", "divisor", "sum", "sum")
@@ -60,8 +60,8 @@ def test_what_today_s_poolings_are() -> None:
     assert not POOLINGS["max"].weightable and POOLINGS["concat"].weightable
 
 
-def test_numbers_that_kernels_know() -> None:
-    """Libraries of stages, and the words that ranks give them."""
+def test_numbers_of_poolings_in_kernels_have_not_changed() -> None:
+    """Stage libraries and the words that ranks exchange hold these numbers, so they must not change."""
     assert {name: pooling.action for name, pooling in POOLINGS.items() if pooling.pooled} == {
         "sum": 0,
         "mean": 1,
@@ -103,7 +103,7 @@ def test_selections_of_poolings() -> None:
         assert selections_of([POOLINGS["sum"], pooling]) == (pooling.combiner,)
 
 
-def test_a_pooling_that_makes_no_sense() -> None:
+def test_contradicting_facts_of_a_pooling_are_refused() -> None:
     maximum = POOLINGS["max"].combiner
     for wrong in (
         lambda: Pooling("sum", "their sum"),
@@ -125,17 +125,17 @@ def test_an_unknown_pooling_is_an_error() -> None:
         assert SYNONYMS[word] in POOLINGS
 
 
-def test_what_a_spec_s_field_says() -> None:
+def test_a_specs_pooling_field_lists_all_poolings() -> None:
     field = json_schema()["properties"]["feature"]["items"]["properties"]["pooling"]
     assert field["description"] == MEANINGS and tuple(field["enum"]) == tuple(POOLINGS)
 
 
-def test_slots_are_of_rows_side_by_side() -> None:
+def test_only_concat_has_slots() -> None:
     assert FeatureSpec("f", "t", "concat", hotness=5).slots == 5
     assert not any(FeatureSpec("f", "t", name, hotness=5).slots for name in POOLINGS if name != "concat")  # type: ignore[arg-type]
 
 
-def test_nobody_asks_for_single_poolings() -> None:
+def test_no_product_code_compares_names_of_poolings() -> None:
     """Product code asks `feature.kind`; a pooling's name is compared only with names of peers."""
     files = {path.resolve() for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")}
     assert len(files) > 200

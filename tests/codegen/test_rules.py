@@ -1,4 +1,4 @@
-"""The rule language: what it refuses and says, what it means, and that its C++ has the bits of its torch."""
+"""The rule language: what it means, what it refuses with which message, and that its C++ has the bits of its torch."""
 
 from __future__ import annotations
 
@@ -311,20 +311,20 @@ SGD = "w -= lr * g"
     ],
     ids=lambda value: (value.lines[0][:24] if value.lines else "empty") if isinstance(value, Rule) else "",
 )
-def test_refused(made: Rule, parts: list[str]) -> None:
+def test_a_wrong_rule_is_refused_with_its_line_and_reason(made: Rule, parts: list[str]) -> None:
     with pytest.raises(RuleError) as raised:
         program_of(made)
     for part in parts:
         assert part in str(raised.value)
 
 
-def test_names_of_cpp_are_no_business_of_a_rule() -> None:
+def test_a_rule_may_use_names_that_are_words_of_cpp() -> None:
     made = rule("float = 2 * g", "s = float", "state = s + float", "w -= state")
     text = render("shared/rule.h.j2", rule_facts(Update(made)))
     assert "const V float_ = 2.0f * g;" in text
     assert "const V state_ = s_ + float_;" in text
 
 
-def test_nothing_of_a_rule_reaches_the_source_but_what_was_understood() -> None:
+def test_only_parsed_parts_of_a_rule_reach_the_source() -> None:
     made = rule("w -= lr * g  # */ #error \\")
     assert "error" not in render("shared/rule.h.j2", rule_facts(Update(made)))

@@ -54,12 +54,12 @@ GOOD = "[[table]]\nname = 't'\nnum_embeddings = 1\nembedding_dim = 1"
         (dict(self=3), r"table 't': unknown field 'self'; allowed: name, "),
     ],
 )
-def test_bad_tables(fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_table_is_refused_with_its_field_and_value(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         TableSpec(**dict(name="t", num_embeddings=10, embedding_dim=4) | fields)
 
 
-def test_missing_field_of_a_table() -> None:
+def test_a_missing_field_of_a_table_is_named() -> None:
     with pytest.raises(SpecError, match="table 't': field 'embedding_dim' is missing"):
         TableSpec("t", 10)  # type: ignore[call-arg]
 
@@ -81,7 +81,7 @@ def test_missing_field_of_a_table() -> None:
         (dict(weights=True), r"feature 'f': unknown field 'weights' \(did you mean 'weighted'\?\); allowed: name"),
     ],
 )
-def test_bad_features(fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_feature_is_refused_with_its_field_and_value(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         FeatureSpec(**dict(name="f", table="t") | fields)
 
@@ -111,12 +111,14 @@ def test_bad_features(fields: dict[str, Any], message: str) -> None:
         ([TABLE], [FeatureSpec("f", "t")], dict(name="a/b"), "collection 'a/b': name='a/b'"),
     ],
 )
-def test_bad_collections(tables: Any, features: Any, more: Any, message: str) -> None:
+def test_a_wrong_collection_is_refused_with_its_field_and_value(
+    tables: Any, features: Any, more: Any, message: str
+) -> None:
     with pytest.raises(SpecError, match=message):
         CollectionSpec(tables, features, **more)
 
 
-def test_table_by_name() -> None:
+def test_a_table_is_found_by_name_and_an_unknown_name_lists_the_known() -> None:
     spec = CollectionSpec([TABLE], [FeatureSpec("f", "t")])
     assert spec.table("t") is spec.tables[0]
     with pytest.raises(SpecError, match="table 'u' does not exist; known: t"):
@@ -125,7 +127,7 @@ def test_table_by_name() -> None:
 
 @given(spec=specs())
 @examples(50)
-def test_text_forms_read_back(spec: CollectionSpec) -> None:
+def test_a_spec_reads_back_from_its_dict_and_its_json(spec: CollectionSpec) -> None:
     assert CollectionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert hash(CollectionSpec.from_dict(spec.to_dict())) == hash(spec)
 
@@ -160,14 +162,14 @@ def test_toml_reads_back(tmp_path_factory: pytest.TempPathFactory, spec: Collect
         (GOOD, r"bad\.toml: collection: features is empty"),
     ],
 )
-def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_spec_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match=message):
         CollectionSpec.from_toml(path)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_a_missing_spec_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"none\.toml: no such spec file"):
         CollectionSpec.from_toml(tmp_path / "none.toml")
 
@@ -216,12 +218,12 @@ def test_schema_has_the_rules() -> None:
     assert rules["max"]["properties"] == {"weighted": {"const": False}}
 
 
-def test_a_field_given_twice() -> None:
+def test_a_field_passed_twice_is_refused() -> None:
     with pytest.raises(SpecError, match="table 'x': name is given twice"):
         TableSpec("t", 1, 2, name="x")  # type: ignore[misc]
 
 
-def test_a_name_that_is_no_text_names_nothing() -> None:
+def test_a_collection_name_that_is_no_text_is_not_quoted_as_its_name() -> None:
     with pytest.raises(SpecError, match=r"^collection: name=3: "):
         CollectionSpec([TABLE], [FeatureSpec("f", "t")], name=3)  # type: ignore[arg-type]
 
@@ -243,7 +245,7 @@ padding_idx = "1_000"
 """
 
 
-def test_two_spellings_are_one_spec(tmp_path: Path) -> None:
+def test_fields_in_any_spelling_make_the_same_spec(tmp_path: Path) -> None:
     (tmp_path / "spelled.toml").write_text(SPELLED, encoding="utf-8")
     spelled = CollectionSpec.from_toml(tmp_path / "spelled.toml")
     plain = CollectionSpec(
@@ -259,7 +261,7 @@ def test_two_spellings_are_one_spec(tmp_path: Path) -> None:
     assert plans[0].uri == plans[1].uri
 
 
-def test_numbers_and_formats_of_other_libraries() -> None:
+def test_numpy_numbers_and_torch_dtypes_are_understood() -> None:
     table = TableSpec("t", np.int64(10), np.uint8(4), torch.float16)  # type: ignore[arg-type]
     assert (table, type(table.num_embeddings)) == (TableSpec("t", 10, 4, "fp16"), int)
     assert FeatureSpec("f", "t", padding_idx="-1") == FeatureSpec("f", "t", padding_idx=-1)  # type: ignore[arg-type]
@@ -272,7 +274,7 @@ def test_every_spelling_of_the_schema_is_understood(dtype: str) -> None:
     assert {spelling for spelling, name in found.items() if name == dtype} == set(DTYPES[dtype].spellings)
 
 
-def test_text_of_windows(tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_with_windows_line_ends_has_its_line(tmp_path: Path) -> None:
     lines = "\r\n".join([*SPELLED.splitlines(), "hotnes = 3"])
     (tmp_path / "w.toml").write_bytes(b"\xef\xbb\xbf" + lines.encode())
     with pytest.raises(SpecError, match=r"w\.toml:15: feature 'f': unknown field 'hotnes' \(did you mean 'hotness'"):

@@ -1,4 +1,4 @@
-"""docs/specs.md: its blocks run, its sentences are ours, and its tables say what the schema says."""
+"""docs/specs.md: its code runs, the errors that it quotes are raised, and its tables agree with the schema."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def allowed(name: str, field: dict[str, Any]) -> str:
     return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
 
 
-def test_its_tables_are_the_schema() -> None:
+def test_tables_of_the_page_agree_with_the_schema() -> None:
     schema = json_schema()
     wanted = [rows_of({name: schema["properties"][name] for name in ("name", "output_dtype")}, [])]
     for kind in ("table", "feature"):
@@ -65,7 +65,7 @@ def test_its_tables_are_the_schema() -> None:
                 pytest.fail(f"docs/specs.md, table {number} of fields, has\n{shown}\nand needs\n{row}", pytrace=False)
 
 
-def test_its_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("shop.toml").write_text(TOML, encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -74,7 +74,7 @@ def test_its_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         exec(compile(block, "specs.md", "exec"), {})
 
 
-def test_its_errors_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_the_page_quotes_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = re.findall(r"^    (shop\.toml:\d+: .*)$", PAGE, re.MULTILINE)
     changes = [('dtype = "bf16"', 'dtype = "bf61"'), ('table = "items"', 'table = "item"')]

@@ -1,4 +1,4 @@
-"""What kernels are generated for is told by facts: one table a room, keyed by a target's name."""
+"""The facts about targets: every folder that knows targets has one table, keyed by a target's name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_devices_and_archs_follow_from_the_facts() -> None:
     assert [arch_of(name, cpu) for name in ("simt", "reference")] == ["sm_90", "torch"]
 
 
-def test_a_plan_of_another_kind_has_no_such_source() -> None:
+def test_a_plan_of_another_kind_is_refused_by_a_source() -> None:
     with pytest.raises(PlanError, match=r"is no Plan, which op 'forward' has"):
         toolchain_of("cpu").sources["forward"].facts(_Odd("cpu", "avx2", *FORMATS))
 

@@ -99,7 +99,7 @@ def _numbers(result: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_formulas_give_the_bytes_that_real_ranks_count(size: int) -> None:
+def test_the_formulas_give_the_bytes_that_real_ranks_exchange(size: int) -> None:
     counted = run_ranks(size, counters_of_rank)
     batches = [batch_of(rank) for rank in range(size)]
     for number, (kinds, words) in enumerate(CASES):
@@ -160,7 +160,7 @@ def test_the_planner_expects_what_the_formulas_give(
 
 
 @pytest.mark.parametrize("kind", [ColumnWise(2), ColumnWise(4, (0, 1)), ColumnWise(4), Grid(2), Grid(3)])
-def test_norms_of_rows_that_all_occur_are_expected_as_they_are_sent(kind: Any) -> None:
+def test_expected_bytes_of_norms_are_exact_if_all_rows_occur(kind: Any) -> None:
     """Then nothing is left to chance: expected rows are all rows."""
     spec = ef.CollectionSpec(SPEC.tables[:2], SPEC.features[:4])
     placement = place(ShardPlan({"users": kind, "items": "row_wise"}), spec, 4, 2)
@@ -232,11 +232,11 @@ def test_workloads_that_are_not_known_are_named() -> None:
             access_of(text)
 
 
-def test_wire_says_what_is_allowed() -> None:
+def test_an_unknown_wire_format_lists_the_allowed_ones() -> None:
     with pytest.raises(PlanError, match="forward='fp64' is not known; allowed: fp32, fp16"):
         Wire("fp64")  # type: ignore[arg-type]
 
 
-def test_pools_are_asked_for_where_a_quarter_can_stay() -> None:
+def test_pools_are_requested_one_by_one_only_if_a_quarter_is_saved() -> None:
     """10 samples of 8 columns: 80 numbers, of which 60 may travel."""
     assert worth_asking(60, 10, 8) and not worth_asking(61, 10, 8)

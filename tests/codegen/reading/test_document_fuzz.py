@@ -33,7 +33,7 @@ ODD_WORDS = [
     b"[1, [2, {}]]", b'{"a": 1}', b"{a = 1}", b"[" * 40 + b"]" * 40, b"[" * 2000 + b"]" * 2000, b"a." * 300 + b"a = 1",
     b'"' + b"x" * 1000 + b'"', b"[[table]]", b"[table]", b'"fp32"', b'"kind"', b"1" + b"0" * 18, b"9223372036854775808",
 ]  # fmt: skip
-"""What stands in the place of a word, or between two."""
+"""What replaces a word, or is put between two."""
 ODD_ARRAYS: list[Any] = [
     np.zeros(0), np.zeros(0, np.int64), np.zeros((2, 3), np.int64), np.array(5), np.array([-1, 2]), np.array([True]),
     np.array([2**62] * 4 + [1]), np.array([2**63 - 1, 1, 1]), np.array([1.5, np.nan]), np.array([1j]),
@@ -46,7 +46,7 @@ ODD_ARRAYS: list[Any] = [
 
 @st.composite
 def other_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """A few bytes are others, missing, doubled or new."""
+    """A few bytes are changed, missing, doubled or new."""
     data = bytearray(good)
     for _ in range(draw(st.integers(1, 4))):
         begin = draw(st.integers(0, len(data)))
@@ -67,7 +67,7 @@ def other_bytes(draw: st.DrawFn, good: bytes) -> bytes:
 
 @st.composite
 def other_words(draw: st.DrawFn, good: bytes) -> bytes:
-    """A few words are odd ones or each other's."""
+    """A few words are replaced by odd ones or by other words of the file."""
     for _ in range(draw(st.integers(1, 3))):
         words = list(WORDS.finditer(good))
         if not words:
@@ -81,7 +81,7 @@ def other_words(draw: st.DrawFn, good: bytes) -> bytes:
 
 @st.composite
 def other_arrays(draw: st.DrawFn) -> bytes:
-    """A trace with parts that are odd, missing, or of a header with odd words."""
+    """A trace in which arrays are odd or missing, or words of the header are odd."""
     parts = dict(PARTS)
     for name in draw(st.lists(st.sampled_from(list(parts)), min_size=1, max_size=2, unique=True)):
         kind = draw(st.sampled_from(["drop", "odd", "numbers", "words"]))
@@ -118,7 +118,7 @@ def files(kind: str) -> st.SearchStrategy[bytes]:
 
 
 def read(loader: Loader, data: bytes) -> None:
-    """Reads the file and asserts that a failure is ours, short, printable and names the file."""
+    """Reads the file and asserts that an error is one of embforge's own, short and printable, and names the file."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = Path(folder) / loader.file

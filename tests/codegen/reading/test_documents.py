@@ -1,4 +1,4 @@
-"""Files that are not what they should be: each ends in one sentence of ours that names the file."""
+"""Files with wrong content or of a wrong kind: the error is one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _device(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.mkdir, _pipe, _socket, _loop, _device])
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "plan text"])
-def test_what_is_no_file_is_refused_by_name(
+def test_a_path_that_is_no_regular_file_is_refused_by_name(
     kind: str, make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's name must be short
@@ -86,7 +86,7 @@ def test_what_is_no_file_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_what_is_right_is_read_also_by_a_link(kind: str, tmp_path: Path) -> None:
+def test_a_good_file_is_read_directly_and_through_a_link(kind: str, tmp_path: Path) -> None:
     loader = LOADERS[kind]
     (tmp_path / "real").write_bytes(loader.good)
     (tmp_path / loader.file).symlink_to(tmp_path / "real")
@@ -101,9 +101,9 @@ LARGE = 2**62
 WRAPPING: dict[str, tuple[dict[str, Any], str]] = {
     "lengths whose sum goes around": (
         {"lengths": np.array([LARGE, LARGE, LARGE, LARGE, 4, 1])},
-        f"bags hold {4 * LARGE + 5} ids, 5 are there",
+        f"bags hold {4 * LARGE + 5} ids",
     ),
-    "negative lengths that add up": ({"lengths": np.array([-1, 2, 2, 0, 1, 1])}, "bags hold 5 ids, 5 are there"),
+    "negative lengths that add up": ({"lengths": np.array([-1, 2, 2, 0, 1, 1])}, "bags hold 5 ids"),
     "sizes whose sum goes around": (
         {"sizes": np.array([LARGE, LARGE, LARGE, LARGE, 3])},
         f"5 batches of {4 * LARGE + 3} samples",
@@ -132,7 +132,7 @@ WRAPPING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPING)
-def test_arrays_that_only_look_whole(name: str, tmp_path: Path) -> None:
+def test_arrays_whose_sums_wrap_around_are_refused(name: str, tmp_path: Path) -> None:
     change, named = WRAPPING[name]
     (tmp_path / "t.npz").write_bytes(archive(**PARTS | change))
     with pytest.raises(WorkloadError, match=f"t.npz: .*{named}"):
@@ -140,7 +140,7 @@ def test_arrays_that_only_look_whole(name: str, tmp_path: Path) -> None:
 
 
 def npy(shape: str, data: bytes = b"", kind: str = "<i8") -> bytes:
-    """An array's file that says what it likes."""
+    """An array's file whose header may contradict its data."""
     head = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}}}".encode()
     return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + data
 
@@ -157,7 +157,7 @@ BOMBS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_arrays_that_say_too_much(name: str, tmp_path: Path) -> None:
+def test_arrays_whose_header_claims_too_much_are_refused(name: str, tmp_path: Path) -> None:
     member, named = BOMBS[name]
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as file:
         file.writestr("header.npy", member)
@@ -165,7 +165,7 @@ def test_arrays_that_say_too_much(name: str, tmp_path: Path) -> None:
         read_trace(tmp_path / "t.npz")
 
 
-def test_an_archive_that_unpacks_to_terabytes(tmp_path: Path) -> None:
+def test_an_archive_that_unpacks_to_terabytes_is_refused(tmp_path: Path) -> None:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("values.npy", bytes(2**16))
@@ -189,7 +189,7 @@ class _Bomb:
         return pytest.fail, ("it was unpickled",)
 
 
-def test_the_line_of_a_mistake() -> None:
+def test_a_mistake_is_reported_with_its_line() -> None:
     for text, parse, line in (
         ("a = 1\nb = \n", parse_toml, 2),
         ("a = 1\n\nb = [\n1\n\n", parse_toml, 4),

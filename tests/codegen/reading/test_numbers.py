@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
         (1 << 25, "33.6 MB", "32 MiB"),
     ],
 )
-def test_sizes(count: float, decimal: str, binary: str) -> None:
+def test_sizes_in_decimal_and_binary_units(count: float, decimal: str, binary: str) -> None:
     assert (size(count), size(count, binary=True)) == (decimal, binary)
 
 

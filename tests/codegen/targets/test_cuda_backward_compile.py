@@ -89,7 +89,7 @@ def test_bytes_in_flight_of_the_usual_table(arch: str) -> None:
         (None, "sm_80", "weight_gradient"),
     ],
 )
-def test_nothing_spills(rule: Rule | None, arch: str, op: str) -> None:
+def test_no_kernel_of_the_backward_spills(rule: Rule | None, arch: str, op: str) -> None:
     figures_of(cuda_plan(MIXED, rule, arch, op))
 
 
@@ -113,7 +113,7 @@ def test_no_rule_spills_on_any_architecture(rule: Rule, arch: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("output", ["fp32", "fp16", "bf16"])
-def test_nothing_else_spills_on_any_architecture(output: Any, arch: str) -> None:
+def test_usual_rules_and_reductions_spill_on_no_architecture(output: Any, arch: str) -> None:
     spec = CollectionSpec(MIXED.tables, MIXED.features, output_dtype=output, name=MIXED.name)
     for op in ("reduce", "weight_gradient"):
         figures_of(cuda_plan(spec, None, arch, op))

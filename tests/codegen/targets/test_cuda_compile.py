@@ -81,7 +81,7 @@ def test_figures_of_other_dims_and_narrow_outputs(dtype: str, arch: str) -> None
 
 @pytest.mark.parametrize("op", ["forward", "forward_train"])
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_100"])
-def test_selections_beside_each_other(arch: str, op: str) -> None:
+def test_all_selections_in_one_launch_keep_the_promised_figures(arch: str, op: str) -> None:
     """Every selection, of wide, half and narrow formats, and sums, in one launch."""
     tables = tuple(TableSpec(f"t{dtype}", 1000, 40, dtype) for dtype in ("fp32", "bf16", "fp8_e4m3"))  # type: ignore[arg-type]
     poolings = ("sum", *SELECTIONS)
@@ -90,7 +90,7 @@ def test_selections_beside_each_other(arch: str, op: str) -> None:
     check_figures(replace(plan, op=op))
 
 
-def test_registers_of_the_usual_table_beside_fbgemm(record_property: Any) -> None:
+def test_the_usual_table_takes_no_more_registers_than_fbgemm(record_property: Any) -> None:
     spec = CollectionSpec((TableSpec("t", 100_000, 128),), (FeatureSpec("f", "t"),), name="d128")
     plan = plan_of(spec, "sm_90")
     kernel = next(k for k in check_figures(plan) if k["symbol"] == plan.uri)
@@ -158,7 +158,7 @@ def test_loads_are_not_counted_together_across_jumps_and_labels_or_into_the_same
 
 def test_idle_threads_have_no_bytes_in_flight() -> None:
     spec = CollectionSpec((TableSpec("t", 1000, 16),), (FeatureSpec("f", "t"),), name="idle")
-    plan = plan_of(spec, "sm_100")  # two lanes a row: a unit's 64 chunks occupy half of a block
+    plan = plan_of(spec, "sm_100")  # two lanes per row: the 64 chunks of a unit occupy half of a block
     kernels = {k["symbol"]: k for k in check_figures(plan)}
     main, long = kernels[plan.uri]["loads"][0], kernels[f"{plan.uri}_long"]["loads"][0]
     threads = ARCHS["sm_100"].threads

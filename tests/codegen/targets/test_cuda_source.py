@@ -63,7 +63,7 @@ PRIMITIVES = {
     "unhoisted": 'asm volatile("" :',
     "dynamic_shared": "extern __shared__",
 }
-"""All that no host compiler takes, by the name of the function: what is in it that only a GPU understands."""
+"""For each function that no host compiler takes: the text in it that only compilers for GPUs understand."""
 FUNCTION = re.compile(
     r"__device__ __forceinline__ [\w&<>]+ (\w+)(?:<\w+>)?\(([^{]*)\) \{(.*?)\}$", re.MULTILINE | re.DOTALL
 )
@@ -101,7 +101,7 @@ def test_only_the_primitives_need_a_gpu(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_primitives_are_one_instruction_each(arch: str) -> None:
-    """No run on a CPU executes that section, so nothing that can be wrong may be in it: no arithmetic, no loops."""
+    """Runs on a CPU replace this section, so nothing in it may need a run to be tested: no arithmetic, no loops."""
     for plan in (*narrow_and_mixed(arch), *backwards(arch)):
         primitives, _ = primitives_and_rest(plan)
         found = FUNCTION.findall(primitives)
@@ -236,7 +236,7 @@ def test_long_bags_are_launched_only_where_one_can_be() -> None:
     most_bags = 1_000_000 // 1025
     assert work.queue_words == QUEUE_COUNTERS + QUEUE_RECORD * most_bags
     assert work.scratch_floats == (1_000_000 // UNIT + most_bags) * scratch_width(plan)
-    # No split of so many ids into long bags has more bags or units than the buffers hold.
+    # However a million ids are split into long bags, there are no more bags and units than the buffers hold.
     for length in (1025, 4096, 4097, 8192, 500_000, 1_000_000):
         bags = 1_000_000 // length
         assert bags <= most_bags

@@ -15,7 +15,7 @@ from embforge.codegen.stages import STAGES, StagePlan
 from embforge.codegen.targets.cuda.stages import KERNELS, THREADS, symbol_of
 
 MOST_REGISTERS = 80
-"""Of a thread, so that six blocks of 128 find room on a multiprocessor."""
+"""The registers that a thread may take, so that six blocks of 128 threads fit on a multiprocessor."""
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_executor_sees_every_access(formats: tuple[str, ...], tmp_path: Path
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "simt"])
-def test_stages_that_may_not_be_compiled(
+def test_without_jit_a_missing_stage_library_is_an_error(
     target: str, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBFORGE_JIT", "0")

@@ -1,4 +1,4 @@
-"""CUDA text to image: kernels found, lines kept, binaries that depend on what they are made of and nothing else."""
+"""From CUDA text to an image: kernels are found, lines are kept, and binaries depend on nothing but their inputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_kernels_are_found_with_namespace_and_launch_bounds() -> None:
     )
 
 
-def test_an_image_tells_what_it_holds(tmp_path: Path) -> None:
+def test_an_image_lists_its_kernels_and_its_architecture(tmp_path: Path) -> None:
     path = tmp_path / "image.so"
     path.write_bytes(simt.compile_image(TEXT, "kernels.cu", "sm_86"))
     image = load_image(path)
@@ -67,7 +67,7 @@ def test_an_image_tells_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", ["dlrm", "mixed", "llm_vocab"])
 def test_every_line_keeps_its_file_and_number(spec: str) -> None:
-    """But for those of the primitives, which are the executor's own."""
+    """Except lines of the primitives, which the executor replaces by its own."""
     plan = replace(PLAN, spec=load_spec(spec))
     text = source_of(plan)
     file, number, seen = "", 0, {}
@@ -97,7 +97,7 @@ def test_text_is_that_of_cuda_and_code_leaves_out_what_is_not_run() -> None:
     assert device_code("int x;\n") == "int x;\n"
 
 
-def test_a_mistake_is_shown_where_it_is() -> None:
+def test_a_compile_error_is_shown_at_its_line() -> None:
     with pytest.raises(CompileError) as error:
         simt.compile_image("// ==== primitives\nasm\n// ==== end of primitives\n\nint x = nonsense;\n", "wrong.cu")
     assert "wrong.cu:5:" in str(error.value) and ">     5 | int x = nonsense;" in str(error.value)

@@ -1,4 +1,4 @@
-"""Which tuned result answers: precedence of stores, exact before nearest, the limit, what must be equal."""
+"""Which tuned result a plan takes: precedence of stores, exact before nearest match, distances, what must be equal."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_project_goes_before_user_before_shipped(tmp_path: Path) -> None:
         assert choice.params == params and choice.why.endswith(f"store: {store}")
 
 
-def test_the_project_store_lies_beside_the_spec(tmp_path: Path) -> None:
+def test_the_project_store_is_next_to_the_spec_file(tmp_path: Path) -> None:
     path = write_spec(tmp_path / "elsewhere" / "mine.toml")
     spec = CollectionSpec.from_toml(path)
     assert spec.origin == path and "origin" not in spec.to_dict()
@@ -161,7 +161,7 @@ def test_threads_hold_only_where_they_were_measured(op: str) -> None:
         assert choice.record is not None and choice.record.params["threads"] == 2
 
 
-def test_where_nothing_is_left_the_default_says_so() -> None:
+def test_a_result_whose_fields_are_all_dropped_is_the_default_with_the_reason() -> None:
     save(record_of(CpuParams(threads=1)), "user")
     choice = ask()
     assert choice.params == CpuParams()
@@ -171,7 +171,7 @@ def test_where_nothing_is_left_the_default_says_so() -> None:
     )
 
 
-def test_the_limit() -> None:
+def test_a_result_past_the_distance_limit_is_not_taken() -> None:
     save(record_of(FAST, scaled(SPEC, 4)), "user")
     assert LIMIT == 2.0 and ask().params == FAST
     choice = ask(
@@ -246,7 +246,7 @@ def test_kernels_for_another_machine_take_what_its_arch_allows() -> None:
     assert choose("forward", "cuda", SPEC, any_gpu("sm_80")).params == CudaParams()
 
 
-def test_names_mean_nothing() -> None:
+def test_tuned_results_do_not_depend_on_names() -> None:
     other = CollectionSpec([TableSpec("x", 500, 16)], [FeatureSpec("a", "x"), FeatureSpec("b", "x", "mean")], name="n")
     assert shape_of(other) == shape_of(SPEC)
     assert file_name(record_of(spec=other).key) == file_name(record_of().key)
@@ -270,7 +270,7 @@ def test_the_digest_has_buckets_and_no_names() -> None:
     assert len({digest_of(one) for one in (key, *other)}) == 1 + len(other)
 
 
-def test_the_shape_of_a_spec() -> None:
+def test_the_shape_of_a_spec_has_its_formats_poolings_and_sizes() -> None:
     tables = [TableSpec("a", 100, 4), TableSpec("b", 10, 64, "fp16")]
     features = [FeatureSpec("x", "a", "sqrtn", weighted=True), FeatureSpec("y", "b", "none"), FeatureSpec("z", "b")]
     shape = shape_of(CollectionSpec(tables, features, "bf16"))
@@ -285,7 +285,7 @@ def test_traffic_from_hotness_where_all_features_have_one() -> None:
     assert usual_traffic(CollectionSpec(SPEC.tables, [with_all.features[0], SPEC.features[1]])) == Traffic()
 
 
-def test_rules_by_name() -> None:
+def test_a_built_in_rule_has_its_own_name_and_another_one_a_hash() -> None:
     assert rule_named(None) == "none" and rule_named(update_named("sgd+l2")) == "sgd+l2"
     adam = update_named("adam")
     assert adam is not None
@@ -293,7 +293,7 @@ def test_rules_by_name() -> None:
     assert re.fullmatch("adam:[0-9a-f]{8}", rule_named(own))
 
 
-def test_this_machine() -> None:
+def test_hardware_of_this_machine_has_a_model_and_sizes() -> None:
     cpu = this_machine()
     assert cpu.kind == "cpu" and set(cpu.identity) == {"vendor", "family", "model", "simd"} and cpu.sizes["cores"] >= 1
     assert all(size > 0 for size in cpu.sizes.values())

@@ -119,15 +119,15 @@ def test_a_bad_file_is_named_and_skipped(name: str, user: Path) -> None:
     save(record_of(FASTER, scaled(SPEC, 2)), "user")
     with pytest.warns(RuntimeWarning, match="tuned results: skipped") as caught:
         choice = choose("forward", "cpu", SPEC, this_machine())
-    assert choice.params == FASTER  # the good one beside it
+    assert choice.params == FASTER  # of the good file next to it
     assert str(user / FILE) in str(caught[0].message) and wanted in str(caught[0].message)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once a file
+        warnings.simplefilter("error")  # each file is reported once
         choose("forward", "cpu", SPEC, this_machine())
     assert [problem.path for problem in read_stores()[1]] == [user / FILE]
 
 
-def test_a_mended_file_counts_at_once(user: Path) -> None:
+def test_a_repaired_file_is_read_at_once(user: Path) -> None:
     (user / FILE).write_text("{")
     with pytest.warns(RuntimeWarning, match="not JSON"):
         choose("forward", "cpu", SPEC, this_machine())
@@ -147,7 +147,7 @@ def test_directories_that_cannot_be_read(user: Path) -> None:
     assert len(caught) == 2 and {problem.path.name for problem in read_stores()[1]} == {"user", "embforge-tuned"}
 
 
-def test_things_that_are_no_files(user: Path) -> None:
+def test_pipes_links_and_directories_in_a_store_are_skipped(user: Path) -> None:
     """A pipe would keep a reader waiting; a link may lead nowhere."""
     os.mkfifo(user / FILE)
     (user / FILE.replace("forward", "backward")).symlink_to("nowhere")

@@ -1,1 +1,1 @@
-"""Where tables live. One file a kind of storage."""
+"""Embedding tables in memory: what every table offers, and one file per kind of table."""

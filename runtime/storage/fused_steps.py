@@ -1,7 +1,8 @@
-"""torch's fused optimizers and tables whose rows have gaps between them.
+"""Makes torch's fused optimizers refuse parameters whose rows have padding between them.
 
-On the CPU, `torch.optim.Adam(..., fused=True)` and its like take a parameter's memory for contiguous whatever its
-strides (torch 2.13): rows would be updated by the gradients of others, and the last ones not at all, silently.
+On the CPU, `torch.optim.Adam(..., fused=True)` and other fused optimizers treat a parameter's memory as contiguous
+whatever its strides are (torch 2.13). They would silently update rows with the gradients of other rows, and the last
+rows not at all.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 PADDED = "_embforge_padded"
-"""An attribute of parameters that have such gaps."""
+"""Name of an attribute that marks parameters whose rows have padding between them."""
 
 
 def guard_padded(parameter: Tensor) -> None:
-    """Makes fused optimizers refuse a parameter with gaps between its rows, before they write to it."""
+    """Makes fused optimizers refuse a parameter with padding between its rows, before they write to it."""
     if not parameter.is_contiguous():
         setattr(parameter, PADDED, True)
         _watch_steps()
@@ -25,7 +26,8 @@ def guard_padded(parameter: Tensor) -> None:
 
 @cache
 def _watch_steps() -> None:
-    """Once per process: torch has hooks for steps of all optimizers, and none for those of a parameter."""
+    """Registers the check once per process, because torch has hooks for the steps of all optimizers, but none for the
+    steps that update one parameter."""
     register_optimizer_step_pre_hook(_refuse_fused)
 
 
@@ -35,7 +37,7 @@ def _refuse_fused(optimizer: Any, arguments: tuple[Any, ...], options: dict[str,
             if hasattr(parameter, PADDED) and parameter.grad is not None:
                 shape, stride = tuple(parameter.shape), parameter.stride(0)
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}(fused=True) cannot train a table of shape {shape} whose rows lie "
-                    f"{stride} elements apart: torch's fused kernels take no gaps between rows; "
+                    f"{type(optimizer).__name__}(fused=True) cannot train a table of shape {shape} whose rows start "
+                    f"{stride} elements apart: torch's fused kernels support no padding between rows; "
                     "use foreach=True instead of fused=True, or an optimizer of embforge.optim in the module"
                 )

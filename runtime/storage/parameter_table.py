@@ -1,4 +1,4 @@
-"""A table that torch's own optimizers train: its rows are a parameter, its gradients are sparse or dense."""
+"""A table that torch's own optimizers train: its rows are a parameter, and its gradient is sparse or dense."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.memory import ask_for_huge_pages
 from embforge.number_formats import torch_computes
 from embforge.storage.remap import Remap
-from embforge.storage.static import NO_TORCH_GRADIENT, StaticTable, note_made
+from embforge.storage.static import NO_TORCH_GRADIENT, StaticTable, note_coalesced
 
 Sparse = bool | Collection[str] | None
 
 
 class ParameterTable(StaticTable, nn.Embedding):
-    """A table without a fused optimizer. `sparse`: whether gradients are sparse, as in nn.Embedding.
+    """A table without a fused optimizer. `sparse`: whether its gradient is sparse, as in nn.Embedding.
 
-    It is an nn.Embedding because DistributedDataParallel asks modules of that class, and no others, whether they have
-    sparse gradients. A dense gradient takes as much memory as the table and is written anew in every backward pass.
+    It is an nn.Embedding because DistributedDataParallel asks only modules of that class whether they have sparse
+    gradients. A dense gradient takes as much memory as the table and is written completely in every backward pass.
     """
 
     def __init__(self, layout: TableLayout, device: torch.device, *, sparse: bool, remap: Remap | None = None) -> None:
@@ -32,12 +32,17 @@ class ParameterTable(StaticTable, nn.Embedding):
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, sparse
 
     def reset_parameters(self) -> None:
-        """Draws all rows anew, as `reset` does: torch calls it to fill modules that come from the meta device."""
+        """Draws new values for all rows, as `reset` does. torch calls it to fill modules that come from the meta
+        device."""
         self.reset()
 
 
 def sparse_tables(spec: CollectionSpec, sparse: Sparse, optimizer: Any) -> frozenset[str]:
-    """The names of the tables whose gradients are sparse. `sparse` is the argument of `EmbeddingCollection`."""
+    """The names of the tables whose gradients are sparse.
+
+    `sparse` and `optimizer` are the arguments of `EmbeddingCollection`. Raises ValueError or TypeError if `sparse` is
+    not allowed.
+    """
     names = frozenset(table.name for table in spec.tables)
     if sparse is not None and optimizer is not None:
         raise ValueError(
@@ -56,23 +61,23 @@ def sparse_tables(spec: CollectionSpec, sparse: Sparse, optimizer: Any) -> froze
 
 
 def gradient_of(parameter: Tensor, rows: Tensor, sums: Tensor, *, sparse: bool) -> Tensor:
-    """The gradient of a table from the rows that occur, in order, and the sums of their gradients.
+    """The gradient of a table, made from the rows that occur, in rising order, and the sums of their gradients.
 
-    Sparse and coalesced, or dense and contiguous, which is what autograd wants of a parameter with gaps between rows.
+    It is sparse and coalesced, or dense and contiguous, as autograd requires for a parameter with padding between rows.
     """
     if not torch_computes(parameter.dtype):
         raise TypeError(NO_TORCH_GRADIENT)
     values = sums.to(parameter.dtype)
     if not sparse:
         return dense_gradient(parameter.shape, rows, values)
-    made = torch.sparse_coo_tensor(rows[None], values, parameter.shape, is_coalesced=True, check_invariants=False)
-    note_made(parameter, made)
-    return made
+    gradient = torch.sparse_coo_tensor(rows[None], values, parameter.shape, is_coalesced=True, check_invariants=False)
+    note_coalesced(parameter, gradient)
+    return gradient
 
 
 def dense_gradient(shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor:
-    """Zeros but in the rows that occur."""
-    made = torch.empty(shape, dtype=values.dtype, device=values.device)
-    if made.is_cpu:
-        ask_for_huge_pages(made)
-    return made.zero_().index_copy_(0, rows, values)
+    """A gradient of this shape that holds `values` in `rows` and zeros in all other rows."""
+    gradient = torch.empty(shape, dtype=values.dtype, device=values.device)
+    if gradient.is_cpu:
+        ask_for_huge_pages(gradient)
+    return gradient.zero_().index_copy_(0, rows, values)

@@ -16,14 +16,14 @@ from embforge.codegen.spec import NO_ROW, CollectionSpec, TableSpec
 from embforge.input_forms import as_tensor
 
 UNKNOWN = -2
-"""Fills entries that have not been given or loaded."""
+"""Fills the entries of a remap until they are set or loaded."""
 
 
 class Remap(nn.Module):
-    """Holds `entries`: int64 `[ids]`, the row of each id, -1 for an id that has none.
+    """Maps the ids of one table to rows by its `entries`: int64 `[ids]`, the row of each id, -1 for an id without row.
 
-    They are a buffer, which moves with the module and is in its state dict. Until they are given or loaded the table
-    cannot be looked up: which row an id has is a fact about data, for which there is no sound default.
+    The entries are a buffer, which moves with the module and is in its state dict. Until they are set or loaded, the
+    table cannot be looked up: which row an id has is a fact about the data, for which there is no sound default.
     """
 
     entries: Tensor
@@ -36,34 +36,34 @@ class Remap(nn.Module):
 
     @property
     def is_known(self) -> bool:
-        """Whether the entries have been given, loaded or written. It looks at them until they have been."""
+        """Whether the entries have been set, loaded or written. It reads them in every call until they have been."""
         if not self._was_known and not self.entries.is_meta:
             self._was_known = bool((self.entries != UNKNOWN).any())
         return self._was_known
 
-    def set(self, given: Any) -> None:
-        """Takes entries: a tensor, an array or a list. ValueError or TypeError names what is wrong with them."""
-        entries = checked_entries(self.table, given)
+    def set(self, new_entries: Any) -> None:
+        """Copies entries from a tensor, an array or a list. ValueError or TypeError names what is wrong with them."""
+        entries = checked_entries(self.table, new_entries)
         if self.entries.is_meta:
             raise ValueError(
                 f"remap of table {self.table.name!r}: the module is on the meta device, where entries would be lost; "
-                "give them after to_empty(), or load a state dict with assign=True"
+                "set them after to_empty(), or load a state dict with assign=True"
             )
         with torch.no_grad():
             self.entries.copy_(entries)
         self._was_known = not entries.is_meta
 
     def move_to(self, device: torch.device) -> None:
-        """Moves the entries. Those that come from the meta device hold nothing yet."""
+        """Moves the entries to a device. Entries that come from the meta device are unknown afterwards."""
         if device == self.entries.device:
             return
         known = self.is_known and device.type != "meta"
-        with torch.inference_mode(False):  # a tensor that is made there could never be written again
+        with torch.inference_mode(False):  # a tensor made in inference mode could never be written again
             self.entries = self.entries.to(device) if known else _unknown(self.table, device)
         self._was_known = known
 
     def check(self) -> None:
-        """RuntimeError unless the entries have been given or loaded."""
+        """Raises RuntimeError unless the entries have been set or loaded."""
         if not self.is_known and not self.entries.is_meta:
             raise RuntimeError(
                 f"table {self.table.name!r}: which rows its {self.table.remap} ids have is not known yet; make the "
@@ -72,7 +72,7 @@ class Remap(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.entries.numel():,} ids" + ("" if self.is_known else ", not given yet")
+        return f"{self.entries.numel():,} ids" + ("" if self.is_known else ", rows not set yet")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Remap:
         self.move_to(device_after(fn, self.entries))
@@ -101,7 +101,7 @@ class Remap(nn.Module):
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{key}: {error}")
             return
-        # With assign=True the table has moved to where its own new rows are, and its entries with it.
+        # With assign=True the table has moved to the device of its new rows, and its entries move with it.
         if self.entries.is_meta and local_metadata.get("assign_to_params_buffers", False):
             self.move_to(entries.device)
         if not self.entries.is_meta and not entries.is_meta:
@@ -109,28 +109,31 @@ class Remap(nn.Module):
 
 
 class RemappedModule:
-    """A module that may have remapped tables: what a user does with their remaps."""
+    """A module that may have remapped tables. It lets a user read and set their remaps."""
 
     spec: CollectionSpec
 
     @abstractmethod
     def remaps(self) -> dict[str, Remap]:
-        """The remaps of those tables that have one."""
+        """The remaps by table name, for tables that have one."""
 
     def remap(self, table: str) -> Tensor:
-        """The live row of each id of a remapped table, `[ids]`; -1: none. Not valid after the module moves."""
+        """The row of each id of a remapped table, `[ids]`; -1 for an id without row.
+
+        The tensor is live: writing to it changes the remap. It is not valid after the module moves.
+        """
         return remap_named(self.spec, self.remaps(), table).entries
 
     def set_remap(self, table: str, entries: Any) -> None:
-        """Says which row each id of a remapped table has from now on: int64 `[ids]`, -1 for an id without one.
+        """Sets which row each id of a remapped table has: int64 `[ids]`, -1 for an id without row.
 
-        All ranks of a sharded module must call it with the same entries, and load the same ones.
+        All ranks of a sharded module must set, or load, the same entries.
         """
         remap_named(self.spec, self.remaps(), table).set(entries)
 
 
 def digests_of(remaps: Mapping[str, Remap]) -> dict[str, str]:
-    """What tells remaps apart, by table."""
+    """A digest of each remap, by table: equal digests mean equal entries. Empty for entries that are not known yet."""
     return {
         name: sha256(remap.entries.cpu().numpy().data).hexdigest() if remap.is_known else ""
         for name, remap in remaps.items()
@@ -138,30 +141,30 @@ def digests_of(remaps: Mapping[str, Remap]) -> dict[str, str]:
 
 
 def new_remaps(spec: CollectionSpec, device: torch.device) -> dict[str, Remap]:
-    """A remap for each table that has one, without entries."""
+    """A new remap for each table that needs one. Their entries are unknown."""
     return {table.name: Remap(table, device) for table in spec.tables if not table.ids_are_rows}
 
 
-def set_remaps(spec: CollectionSpec, remaps: Mapping[str, Remap], given: Mapping[str, Any] | None) -> None:
-    """Takes the entries that a module is made with, by table. ValueError for a table that has no remap."""
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"remap: got {type(given).__name__}; allowed: a mapping from tables to the row of each id")
-    for name, entries in (given or {}).items():
+def set_remaps(spec: CollectionSpec, remaps: Mapping[str, Remap], entries_of: Mapping[str, Any] | None) -> None:
+    """Sets the entries of the tables that `entries_of` names. ValueError for a table that has no remap."""
+    if entries_of is not None and not isinstance(entries_of, Mapping):
+        raise TypeError(f"remap: got {type(entries_of).__name__}; allowed: a mapping from tables to the row of each id")
+    for name, entries in (entries_of or {}).items():
         remap_named(spec, remaps, name).set(entries)
 
 
 def remap_named(spec: CollectionSpec, remaps: Mapping[str, Remap], table: str) -> Remap:
-    """A table's remap. SpecError for an unknown table, ValueError for one whose ids are its rows."""
+    """A table's remap. SpecError for an unknown table, ValueError for a table whose ids are its rows."""
     spec.table(table)
     if table not in remaps:
-        some = f"allowed: {', '.join(map(repr, remaps))}" if remaps else "no table of the spec has one"
-        raise ValueError(f"table {table!r} has no remap: its ids are its rows; {some}; see TableSpec.remap")
+        allowed = f"allowed: {', '.join(map(repr, remaps))}" if remaps else "no table of the spec has one"
+        raise ValueError(f"table {table!r} has no remap: its ids are its rows; {allowed}; see TableSpec.remap")
     return remaps[table]
 
 
-def checked_entries(table: TableSpec, given: Any) -> Tensor:
-    """The entries as a tensor of int64. ValueError or TypeError names what is wrong with them."""
-    entries = as_tensor(given)
+def checked_entries(table: TableSpec, new_entries: Any) -> Tensor:
+    """The entries as an int64 tensor. ValueError or TypeError names what is wrong with them."""
+    entries = as_tensor(new_entries)
     where = f"remap of table {table.name!r}"
     if isinstance(entries, list | tuple):
         try:
@@ -169,7 +172,7 @@ def checked_entries(table: TableSpec, given: Any) -> Tensor:
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"{where}: {error}; allowed: whole numbers, one for each id") from None
     if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64):
-        got = entries.dtype if isinstance(entries, Tensor) else type(given).__name__
+        got = entries.dtype if isinstance(entries, Tensor) else type(new_entries).__name__
         raise TypeError(f"{where}: got {got}; allowed: a tensor of torch.int64 or torch.int32")
     if entries.shape != (table.num_ids,):
         raise ValueError(f"{where}: shape {tuple(entries.shape)}; allowed: ({table.num_ids},), an entry for each id")

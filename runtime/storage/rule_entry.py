@@ -1,8 +1,8 @@
-"""Which optimizer the states of a table are of, as an entry of state dicts: `tables.<name>.optim.rule.name`.
+"""The entry of state dicts that says which rule a table's states belong to: `tables.<name>.optim.rule.name`.
 
-Rules may keep states of the same names and shapes (Adam and LAMB do), which mean something else. The entry is a tensor,
-so that it survives whatever keeps tensors (torch.save, torch.distributed.checkpoint, safetensors), and is always of one
-size, because some of these load in place. No state's name holds a dot, so the key is no state's.
+Two rules may keep states with the same names and shapes but different meanings, as Adam and LAMB do. The entry is a
+tensor, so that every format of tensors keeps it (torch.save, torch.distributed.checkpoint, safetensors). Its size is
+always the same, because some of these formats load in place. The name of a state has no dot, so no state has this key.
 """
 
 from __future__ import annotations
@@ -18,35 +18,40 @@ from embforge.codegen.errors import SpecError
 
 ENTRY = "optim.rule.name"
 BYTES = 64
-"""More than any rule's name has."""
+"""The size of an entry. No rule's name is as long."""
 VERSION = 1
-"""The version of what states mean. Raised with a rule that means something else by a state of the same name."""
+"""The version of the meaning of states. It is raised when a rule gives a state another meaning under the same name."""
 
 
 def rule_entry(rule: str) -> Tensor:
-    """The entry for states of a rule of that name."""
+    """The entry for the states of the rule with this name."""
     text = f"{rule}/{VERSION}".encode()
     return torch.frombuffer(bytearray(text.ljust(BYTES, b"\0")), dtype=torch.uint8)
 
 
 def wrong_rule(key: str, entry: Any, rule: str) -> str | None:
-    """What is wrong with states that come with such an entry, for a table that this rule trains."""
+    """An error message if `entry` says that the states belong to a rule other than `rule`, which trains the table.
+
+    None if they belong to it, or if the entry is on the meta device.
+    """
     if isinstance(entry, Tensor) and entry.is_meta:
         return None
     if not isinstance(entry, Tensor) or entry.dtype != torch.uint8 or entry.dim() != 1:
-        return f"{key}: {type(entry).__name__} is not allowed; allowed: the uint8 tensor that a state dict has there"
+        return f"{key}: {type(entry).__name__} is not allowed; allowed: the uint8 tensor that state_dict() wrote"
     saved = bytes(entry.tolist()).rstrip(b"\0").decode(errors="replace")
     if saved == f"{rule}/{VERSION}":
         return None
     return (
         f"{key}: these are states of the optimizer {saved!r}, the module's is '{rule}/{VERSION}'; make the module with "
-        "the one that was saved, or load the rows alone: leave out all entries with 'optim.', with strict=False"
+        "the optimizer that was saved, or load only the rows: remove all entries with 'optim.' and pass strict=False"
     )
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """`SpecError` if two tensors would have one key in state dicts, as those of a table `a` whose optimizer has a state
-    `weight` and of a table `a.optim`."""
+    """Raises `SpecError` if two tensors would have the same key in state dicts.
+
+    For example, a table `a` whose optimizer has a state `weight`, and the rows of a table `a.optim`.
+    """
     twice = [key for key, count in Counter(keys).items() if count > 1]
     if twice:
         raise SpecError(

@@ -1,4 +1,7 @@
-"""An optimizer's states of a table: one block of fp32 numbers beside the rows, and what fits into their padding."""
+"""The optimizer states of a table.
+
+A state is stored in the padding of the rows if it fits there, or in the section: a separate block of fp32 numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from embforge.memory import ask_for_huge_pages
 
 
 def allocate_section(layout: TableLayout, device: torch.device) -> Tensor:
-    """Zeros for the states that do not lie in the rows' padding, `[rows, numbers a row]`, maybe none a row."""
+    """Zeros for the states that are not stored in the padding of rows: `[rows, numbers per row]`, maybe 0 per row."""
     shape = (layout.table.num_embeddings, layout.state_stride_bytes // STATE_BYTES)
-    with torch.inference_mode(False):  # as the rows
+    with torch.inference_mode(False):  # a tensor made in inference mode has no version, by which changes are known
         section = torch.empty(shape, dtype=torch.float32, device=device)
     if section.is_cpu:
         ask_for_huge_pages(section)
@@ -20,7 +23,7 @@ def allocate_section(layout: TableLayout, device: torch.device) -> Tensor:
 
 
 def state_views(layout: TableLayout, rows: Tensor, section: Tensor) -> dict[str, Tensor]:
-    """Every state by name, live: `[rows, dim]` of elements, `[rows]` of rows."""
+    """A live view of every state, by name: `[rows, dim]` for a state per element, `[rows]` for a state per row."""
     return {state.name: _view(layout, state, rows, section) for state in layout.states}
 
 
@@ -39,6 +42,6 @@ def _view(layout: TableLayout, state: StateLayout, rows: Tensor, section: Tensor
 
 
 def versioned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it was made in inference mode: changes are known by a version, which it has not."""
+    """The tensor, or a copy if it was made in inference mode and so has no version, by which changes are known."""
     with torch.inference_mode(False):
         return tensor.clone() if tensor.is_inference() else tensor

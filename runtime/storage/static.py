@@ -1,4 +1,4 @@
-"""A table of fixed size in one block of memory, its rows placed as the layout says."""
+"""A table of fixed size in one block of memory, with its rows where the layout says."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ from embforge.storage.rule_entry import ENTRY, rule_entry, wrong_rule
 from embforge.storage.states import allocate_section, state_views, versioned
 from embforge.torch_internals import has_gradient_hooks, sparse_values
 
-MADE = "_embforge_made"
-"""A parameter's attribute: where the numbers of a coalesced gradient lie that is on its way to it."""
+COALESCED_ADDRESS = "_embforge_coalesced_address"
+"""Name of a parameter's attribute: the address of the values of a coalesced gradient that is about to be stored."""
 NO_TORCH_GRADIENT = (
     "an fp8 table cannot be trained by torch.optim: torch has no fp8 gradients; give the module an optimizer of "
     "embforge.optim, which updates its rows itself, or freeze the table"
 )
+"""Why an fp8 table that is a parameter cannot be trained."""
 NO_RULE = "its optimizer is None, so that it cannot be trained; make the module with an optimizer for it"
+"""Why a table that a mapping of optimizers maps to None cannot be trained."""
 
 
 class StaticTable(nn.Module):
-    """Holds `weight`: `[rows, dim]` whose rows are `stride_elements` apart, and the states of a fused optimizer.
+    """A table with a fixed number of rows.
 
-    Without a fused optimizer `weight` is a parameter. With one it is a plain tensor, and neither that nor a state is a
-    parameter or buffer: nobody else may train, average or broadcast them. Every way in (`load_state_dict`, also with
-    assign) and every move keeps the layout, because kernels have it compiled in. Casts of a whole model (`.half()`)
-    leave the table's dtype alone: it is part of the spec.
+    It holds `weight`: `[rows, dim]` whose rows start `stride_elements` apart, and the states of a fused optimizer.
+    Without a fused optimizer `weight` is a parameter. With one it is a plain tensor, and neither it nor a state is a
+    parameter or buffer, because torch's optimizers, averages and broadcasts must not change them. Loading
+    (`load_state_dict`, also with assign=True) and moving keep the layout, because it is compiled into kernels. Casts of
+    a whole model (`.half()`) leave the table's dtype unchanged: it is part of the spec.
     """
 
     weight: Tensor
     block: Tensor
-    """Of a fused table: `[rows, stride_elements]`, all of its memory with the padding and the states in it. What graphs
-    hold of a table: whoever copies `weight` copies no padding."""
+    """Only if a fused optimizer trains the table: `[rows, stride_elements]`, the rows with their padding and the states
+    in it. Compiled graphs take it instead of `weight`, because a copy of `weight` would lose the padding."""
     sparse: bool = False
-    """Whether gradients are sparse. A fused table has none."""
+    """Whether the gradient is sparse. A table with a fused optimizer has no gradient."""
     remap: Remap | None
-    """The row of each id, where ids are not rows."""
+    """The row of each id; None where ids are rows."""
 
     def __init__(
         self,
@@ -60,15 +63,15 @@ class StaticTable(nn.Module):
         has_rule: bool = True,
         remap: Remap | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # not that of a class between: see ParameterTable
+        nn.Module.__init__(self)  # not super(): ParameterTable also derives from nn.Embedding, which makes rows itself
         self.layout = layout
         self.remap = remap
         self.initial = dict(initial or {})
-        """What states are before the first update, where that is not 0."""
+        """The values of states before the first update, by name; other states start at 0."""
         self._has_rule = has_rule
-        """Of a fused table: whether anything says how it is trained."""
+        """Whether an optimizer was chosen for the table. Without a fused optimizer it means nothing."""
         self.trainable = has_rule
-        """Of a fused table: whether a backward updates it."""
+        """Whether a backward updates the table. Without a fused optimizer, `weight.requires_grad` says so."""
         if fused:
             self._hold(allocate_block(layout, device), allocate_section(layout, device))
         else:
@@ -77,22 +80,22 @@ class StaticTable(nn.Module):
 
     def _hold(self, block: Tensor, section: Tensor) -> None:
         self.block, self.section = block, section
-        before = self.__dict__.get("weight")
+        previous = self.__dict__.get("weight")
         self.weight = block[:, : self.layout.table.embedding_dim]
-        if before is not None:  # what the module has written on its rows is true of these too
-            self.weight.__dict__.update(before.__dict__)
+        if previous is not None:  # attributes that the module has set on its rows are true of the new rows too
+            self.weight.__dict__.update(previous.__dict__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
         table, layout = self.layout.table, self.layout
-        told = f"{table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {size(layout.table_bytes)}"
-        told += f", {size(self.section.nbytes)} of optimizer states" if self.section.nbytes else ""
-        return told if self.remap is None else f"{told}, {self.remap.extra_repr()}"
+        text = f"{table.num_embeddings:,} x {table.embedding_dim} {table.dtype}, {size(layout.table_bytes)}"
+        text += f", {size(self.section.nbytes)} of optimizer states" if self.section.nbytes else ""
+        return text if self.remap is None else f"{text}, {self.remap.extra_repr()}"
 
     def states(self) -> dict[str, Tensor]:
-        """The optimizer's states by name, live."""
+        """Live views of the optimizer's states, by name."""
         return state_views(self.layout, self.weight, self.section) if self.is_fused else {}
 
     @property
@@ -101,21 +104,21 @@ class StaticTable(nn.Module):
         return "block" in self.__dict__
 
     def set_trainable(self, wanted: bool) -> None:
-        """Whether a backward changes the table, or gives it a gradient. TypeError if nothing can train it."""
+        """Sets whether a backward updates the table, or gives it a gradient. TypeError if nothing can train it."""
         if wanted and not self.can_train():
             raise TypeError(f"table {self.layout.table.name!r}: {NO_RULE if self.is_fused else NO_TORCH_GRADIENT}")
         if not self.is_fused:
             self.weight.requires_grad_(wanted)
-            _mark_gradients(self.weight)
+            _add_gradient_hook(self.weight)
         self.trainable = wanted
 
     def requires_grad_(self, requires_grad: bool = True) -> StaticTable:
-        """As `set_trainable`: of a fused table there is no parameter that would say it."""
+        """Does what `set_trainable` does, also for a table with a fused optimizer, which has no parameter."""
         self.set_trainable(requires_grad)
         return self
 
     def is_trained(self) -> bool:
-        """Whether it is not frozen."""
+        """Whether the table is trained, that is, not frozen."""
         return self.trainable if self.is_fused else self.weight.requires_grad
 
     @property
@@ -124,15 +127,13 @@ class StaticTable(nn.Module):
         return self.is_fused and self._has_rule
 
     def can_train(self) -> bool:
-        """Whether anything can train the table as it is held."""
+        """Whether a fused optimizer, or one of torch, can train the table."""
         return self._has_rule if self.is_fused else torch_computes(self.weight.dtype)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Rows drawn uniformly from within `starting_bound`, as is usual for recommenders.
-
-        States are what they are before the first update.
-        """
+        """Draws new rows uniformly from within `starting_bound`, as is usual for recommenders, and resets states to
+        their values before the first update."""
         if self.weight.is_meta:
             return
         for name, state in self.states().items():
@@ -141,12 +142,12 @@ class StaticTable(nn.Module):
         if torch_computes(self.weight.dtype):
             self.weight.uniform_(-bound, bound)
             return
-        for rows in self.weight.split(1 << 16):  # drawn in fp32 and converted, a slice at a time
+        for rows in self.weight.split(1 << 16):  # drawn in fp32 and converted, slice by slice
             drawn = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
             rows.copy_(drawn.uniform_(-bound, bound))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StaticTable:
-        # Asked of no rows, fn tells where it would move the table without moving it (and without casting it).
+        # Applied to no rows, fn shows where it would move the table, without moving or casting it.
         device = device_after(fn, self.weight.data)
         if device != self.weight.device:
             self.take_rows(self, device)
@@ -165,17 +166,18 @@ class StaticTable(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "weight"}  # of a fused table: see block
+        # With a fused optimizer, weight is a view of block, and is made again from it.
+        return {key: value for key, value in self.__dict__.items() if key != "weight"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
         if self.is_fused:
             self._hold(versioned(self.block), versioned(self.section))
         else:
-            _mark_gradients(self.weight)  # hooks are not in a pickle
+            _add_gradient_hook(self.weight)  # hooks are not pickled
 
     def take_rows(self, other: StaticTable, device: torch.device) -> None:
-        """Rows and states of a table (maybe this one), copied to a device."""
+        """Moves this table to a device, with the rows and states of `other`, which may be this table."""
         rows, states, known = other.weight.detach(), other.states(), not other.weight.is_meta
         self._move_to(device, like=other)
         if known and not self.weight.is_meta:
@@ -201,8 +203,8 @@ class StaticTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        given: dict[str, Tensor] = {}
-        rule = state_dict.get(prefix + ENTRY)  # not there in older state dicts
+        fitting: dict[str, Tensor] = {}
+        rule = state_dict.get(prefix + ENTRY)  # older state dicts do not have it
         wrong = wrong_rule(prefix + ENTRY, rule, self.layout.rule) if rule is not None and self.states() else None
         if wrong is not None:
             error_msgs.append(wrong)
@@ -217,35 +219,36 @@ class StaticTable(nn.Module):
                     f"of {tuple(shape)}"
                 )
             else:
-                given[key] = state_dict[key]
+                fitting[key] = state_dict[key]
         with torch.no_grad():
-            weight = given.get(prefix + "weight")
+            weight = fitting.get(prefix + "weight")
             assign = local_metadata.get("assign_to_params_buffers", False)
-            # Rows are copied in any case. A fused table stays where it is, if it can: a backward that is still to come
-            # updates the rows where its forward found them.
+            # Rows are always copied. A table with a fused optimizer keeps its memory if it can, because a backward that
+            # has not run yet updates the rows at the address that its forward read.
             if weight is not None and assign and not (self.is_fused and weight.device == self.weight.device):
                 self._move_to(weight.device, like=self)
                 if self.remap is not None:
                     self.remap.move_to(weight.device)
             targets = {prefix + "weight": self.weight.detach()}
             targets |= {f"{prefix}optim.{name}": state for name, state in self.states().items()}
-            for key, tensor in given.items():
+            for key, tensor in fitting.items():
                 if not targets[key].is_meta:
                     targets[key].copy_(tensor)
 
     def keys(self, prefix: str) -> dict[str, torch.Size]:
-        """What the state dict holds of this table, and of which shape."""
-        found = {prefix + "weight": self.weight.shape}
-        return found | {f"{prefix}optim.{name}": state.shape for name, state in self.states().items()}
+        """The keys of rows and states in a state dict, with their shapes."""
+        shapes = {prefix + "weight": self.weight.shape}
+        return shapes | {f"{prefix}optim.{name}": state.shape for name, state in self.states().items()}
 
     def all_keys(self, prefix: str) -> set[str]:
-        """All that the state dict may hold of this table."""
-        found = set(self.keys(prefix))
-        found |= {prefix + ENTRY} if self.states() else set()
-        return found if self.remap is None else found | {f"{prefix}remap.entries"}
+        """All keys that a state dict may have for this table."""
+        keys = set(self.keys(prefix))
+        keys |= {prefix + ENTRY} if self.states() else set()
+        return keys if self.remap is None else keys | {f"{prefix}remap.entries"}
 
     def _move_to(self, device: torch.device, like: StaticTable) -> None:
-        """Fresh memory on a device, also for what `load_state_dict(assign=True)` brings: nobody else's tensor fits."""
+        """Allocates new memory on a device. `load_state_dict(assign=True)` needs it too: tensors that are not ours do
+        not have the table's layout."""
         if like.is_fused:
             self._hold(allocate_block(self.layout, device), allocate_section(self.layout, device))
         else:
@@ -254,7 +257,7 @@ class StaticTable(nn.Module):
 
 
 def starting_bound(table: TableSpec) -> float:
-    """How far from zero starting rows may be: 1/sqrt(rows), but no less than the format's own least bound."""
+    """How far from zero the numbers of new rows may be: 1/sqrt(rows), but no less than the format's own least bound."""
     return max(1 / math.sqrt(table.num_embeddings), FLOATS[table.dtype].least_bound)
 
 
@@ -267,7 +270,7 @@ def allocate_block(layout: TableLayout, device: torch.device) -> Tensor:
     """All memory of a table: rows with their padding."""
     table = layout.table
     dtype = torch_dtype(table.dtype)
-    with torch.inference_mode(False):  # what is made there has no version, by which changes are known
+    with torch.inference_mode(False):  # a tensor made in inference mode has no version, by which changes are known
         block = torch.empty((table.num_embeddings, layout.stride_elements), dtype=dtype, device=device)
     if block.is_cpu:
         ask_for_huge_pages(block)
@@ -277,27 +280,29 @@ def allocate_block(layout: TableLayout, device: torch.device) -> Tensor:
 
 
 def _parameter(rows: Tensor, like: Tensor | None = None) -> nn.Parameter:
-    """Tables of formats that have no gradients in torch are trained by a fused optimizer or not at all."""
+    """Rows as a parameter. It wants gradients as `like` does, or if torch has gradients of its number format."""
     wanted = like.requires_grad if like is not None else torch_computes(rows.dtype)
     parameter = nn.Parameter(rows, requires_grad=wanted)
-    _mark_gradients(parameter)
+    _add_gradient_hook(parameter)
     return parameter
 
 
-def _mark_gradients(parameter: Tensor) -> None:
-    """Sees to it that coalesced gradients are known as such, and gaps between rows, once a parameter has gradients."""
+def _add_gradient_hook(parameter: Tensor) -> None:
+    """Makes a parameter that wants gradients mark coalesced ones as such, and refuse torch's fused optimizers if its
+    rows have padding between them."""
     if parameter.requires_grad and not has_gradient_hooks(parameter):
-        parameter.register_post_accumulate_grad_hook(_say_coalesced)
+        parameter.register_post_accumulate_grad_hook(_mark_as_coalesced)
         guard_padded(parameter)
 
 
-def _say_coalesced(parameter: Tensor) -> None:
-    """Autograd takes a first gradient over as it is, but forgets that it is coalesced: torch.optim would sort it."""
-    gradient, made = parameter.grad, parameter.__dict__.pop(MADE, None)
-    if gradient is not None and gradient.is_sparse and sparse_values(gradient).data_ptr() == made:
+def _mark_as_coalesced(parameter: Tensor) -> None:
+    """Marks a gradient that is known to be coalesced. Autograd stores a first gradient without a copy, but forgets that
+    it is coalesced, and torch.optim would sort it."""
+    gradient, address = parameter.grad, parameter.__dict__.pop(COALESCED_ADDRESS, None)
+    if gradient is not None and gradient.is_sparse and sparse_values(gradient).data_ptr() == address:
         gradient._coalesced_(True)
 
 
-def note_made(parameter: Tensor, gradient: Tensor) -> None:
-    """A coalesced gradient is on its way to a table."""
-    setattr(parameter, MADE, sparse_values(gradient).data_ptr())
+def note_coalesced(parameter: Tensor, gradient: Tensor) -> None:
+    """Remembers that a gradient which autograd is about to store in a parameter is coalesced."""
+    setattr(parameter, COALESCED_ADDRESS, sparse_values(gradient).data_ptr())

@@ -1,4 +1,4 @@
-"""The seam between a collection and its tables: what every kind of table offers, and where a kind is chosen."""
+"""The interface between a collection and its tables: what every kind of table offers, and how a kind is chosen."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from embforge.storage.remap import Remap
 from embforge.storage.static import StaticTable
 
 SHOWN_TABLES = 12
-"""How many lines the tables of a collection take when it is printed."""
+"""The most lines that the tables of a collection take when it is printed."""
 
 
 class Table(Protocol):
-    """Rows and their optimizer's states as memory, and what turns ids into rows where ids are not rows.
+    """A table: rows and the optimizer's states in memory, and what turns ids into rows where ids are not rows.
 
     Kernels read row r at the address of `weight` plus r strides. Code that keeps an address compares it in every call,
-    because a table may move. A table is an nn.Module too, which moves, copies and saves itself.
+    because a table may move. Every table is also an nn.Module, which moves, copies and saves itself.
     """
 
     layout: TableLayout
     initial: dict[str, float]
-    """What states are before the first update, where that is not 0."""
+    """The values of states before the first update, by name; other states start at 0."""
     weight: Tensor
     """`[rows, dim]`, strided: a parameter, unless a fused optimizer trains the table."""
     section: Tensor
-    """The states that do not lie beside the rows."""
+    """The states that are not stored in the padding of the rows."""
     sparse: bool
-    """Whether gradients are sparse. A table with a fused optimizer has none."""
+    """Whether the gradient is sparse. A table with a fused optimizer has no gradient."""
     trainable: bool
+    """With a fused optimizer: whether a backward updates the table."""
     remap: Remap | None
-    """The step from ids to rows; None: ids are rows."""
+    """The row of each id; None where ids are rows."""
 
     @property
     def block(self) -> Tensor:
-        """Of a table with a fused optimizer: all memory of its rows, with padding and states."""
+        """The memory of all rows, with padding and states. Only a table with a fused optimizer has it."""
 
     @property
     def is_fused(self) -> bool:
@@ -51,25 +52,25 @@ class Table(Protocol):
         """Whether a fused optimizer trains the table unless it is frozen."""
 
     def states(self) -> dict[str, Tensor]:
-        """The optimizer's states by name, live."""
+        """Live views of the optimizer's states, by name."""
 
     def reset(self) -> None:
-        """Rows and states as at the start."""
+        """Draws new rows and resets states to their values before the first update."""
 
     def set_trainable(self, wanted: bool) -> None:
         """Freezes or unfreezes the table. TypeError if nothing can train it."""
 
     def is_trained(self) -> bool:
-        """Whether it is not frozen."""
+        """Whether the table is trained, that is, not frozen."""
 
     def can_train(self) -> bool:
-        """Whether anything can train the table as it is held."""
+        """Whether a fused optimizer, or one of torch, can train the table."""
 
     def keys(self, prefix: str) -> dict[str, torch.Size]:
-        """Rows and states in the state dict, with their shapes."""
+        """The keys of rows and states in a state dict, with their shapes."""
 
     def all_keys(self, prefix: str) -> set[str]:
-        """All that the state dict may hold of the table."""
+        """All keys that a state dict may have for the table."""
 
 
 def new_table(
@@ -82,13 +83,13 @@ def new_table(
     initial: Mapping[str, float] | None = None,
     has_rule: bool = True,
 ) -> Table:
-    """A table as its spec's storage says, with uninitialised rows.
+    """A new table of the kind that `TableSpec.storage` names, with uninitialised rows.
 
-    With a fused optimizer (`fused`) its rows and states are plain tensors, and `initial` says what states are before
-    the first update; `has_rule`: whether the optimizer trains this table. Without one the rows are a parameter, whose
-    gradients are `sparse` or dense.
+    With a fused optimizer (`fused`), its rows and states are plain tensors, `initial` has the values of states before
+    the first update, and `has_rule` says whether an optimizer trains this table. Without one, the rows are a parameter,
+    whose gradient is `sparse` or dense.
     """
-    assert spec.storage == "static", "the only storage so far; another kind of table is made here"
+    assert spec.storage == "static", "the only kind of table so far; other kinds are chosen here"
     remap = None if spec.ids_are_rows else Remap(spec, device)
     if fused:
         return StaticTable(layout, device, fused=True, initial=initial, has_rule=has_rule, remap=remap)
@@ -96,27 +97,28 @@ def new_table(
 
 
 def remaps_of(tables: Mapping[str, Table]) -> dict[str, Remap]:
-    """The remaps of those tables that have one, by table, in their order."""
+    """The remaps by table name, in the order of the tables, for tables that have one."""
     return {name: table.remap for name, table in tables.items() if table.remap is not None}
 
 
 class Tables(nn.Module):
-    """The tables of a collection by name. A name may hold a dot, which torch takes for a level of modules."""
+    """The tables of a collection by name. A name may contain a dot, which torch reads as a level of modules."""
 
     def add(self, name: str, table: Table) -> None:
-        """Takes a table. It may be called `forward` or `type`, which add_module would refuse."""
+        """Adds a table. Its name may be `forward` or `type`, which `add_module` would refuse."""
         tables: Any = self._modules
         tables[name] = table
 
     def __repr__(self) -> str:
-        """As of any module, but of many tables only the first ones."""
+        """Lists the tables as any module lists its children, but at most `SHOWN_TABLES` lines."""
         lines = [f"({name}): {table!r}" for name, table in self._modules.items()]
         if len(lines) > SHOWN_TABLES:
             lines[SHOWN_TABLES - 1 :] = [f"... and {len(lines) - SHOWN_TABLES + 1} more tables"]
         return "\n  ".join(["Tables(", *lines]) + "\n)"
 
     def requires_grad_(self, requires_grad: bool = True) -> Tables:
-        """Fused tables have no parameters that torch's own would find. Tables that cannot be trained stay frozen."""
+        """Freezes or unfreezes all tables, also those with a fused optimizer, whose rows are not parameters and which
+        torch's own method would skip. Tables that cannot be trained stay frozen."""
         tables: Any = self._modules
         for table in tables.values():
             if not requires_grad or table.can_train():
@@ -135,7 +137,7 @@ class Tables(nn.Module):
     ) -> None:
         tables: Any = self._modules
         known = {key for name, table in tables.items() for key in table.all_keys(f"{prefix}{name}.")}
-        # A table that nothing here trains serves what another module trained: it has no use for an optimizer's states.
+        # A table without a fused optimizer may serve rows that another module trained: it ignores optimizer states.
         skipped = tuple(f"{prefix}{name}.optim." for name, table in tables.items() if not table.has_rule)
         unexpected_keys += [
             key

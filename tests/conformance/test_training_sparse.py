@@ -11,7 +11,7 @@ from conformance.training import ONE, draw, sgd, trained, trained_backend
 from torch import nn
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.storage.static import MADE
+from embforge.storage.static import COALESCED_ADDRESS
 
 SPARSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -67,7 +67,7 @@ def test_the_mark_of_a_coalesced_gradient_is_not_left_behind() -> None:
     module = trained(spec=ONE, optimizer=None)
     module(torch.tensor([1]), torch.tensor([0, 1])).sum().backward()
     weight = module.weight("t")
-    assert not hasattr(weight, MADE)  # an address, which another gradient may come to have
+    assert not hasattr(weight, COALESCED_ADDRESS)  # an address, which another gradient may come to have
     weight.grad = None
     nn.functional.embedding(torch.tensor([2, 2]), weight, sparse=True).sum().backward()
     assert weight.grad is not None and not weight.grad.is_coalesced()  # type: ignore[unreachable]

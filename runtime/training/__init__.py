@@ -1,1 +1,1 @@
-"""Training: what stands between torch's autograd and the kernels that reduce gradients and update rows."""
+"""Training: everything between torch's autograd and the kernels that reduce gradients and update rows."""

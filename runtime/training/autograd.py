@@ -1,4 +1,4 @@
-"""A lookup that autograd records, in plain eager code."""
+"""The autograd function of a lookup in plain eager code."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ Sink = Callable[[Gradients, list[tuple[Tensor, Tensor]]], Tensor]
 
 
 class Holder(Protocol):
-    """A table that knows how it is trained."""
+    """What a training call reads of a table object. It may change between a forward and its backward."""
 
     trainable: bool
+    """With a fused optimizer: whether a backward updates the table."""
     sparse: bool
-    """Whether the gradient of a table without a fused optimizer is sparse."""
+    """Without a fused optimizer: whether the gradient of the table is sparse."""
 
 
 class Call(NamedTuple):
@@ -44,31 +45,34 @@ class Call(NamedTuple):
     programs: Programs
     storage: Storage
     holders: Sequence[Holder]
-    """The tables: what is frozen between a forward and its backward is not trained by a fused optimizer."""
+    """The table objects. A fused optimizer does not train a table that was frozen between a forward and its
+    backward."""
     sequence_elements: int
     numbers: Numbers | None
-    """Of a fused optimizer; without one, gradients go to the tables."""
+    """The hyperparameters of the fused optimizers; None without one: then the tables get gradients."""
     parameters: Sequence[Tensor]
-    """The tables as parameters, without a fused optimizer."""
+    """The tables as parameters; empty with a fused optimizer."""
     accumulate: Sink | None
-    """Takes what a backward reduced, if gradients accumulate, and says whether it may be used."""
+    """If gradients accumulate: keeps the reduced gradients of a backward and returns its verdict, see
+    `Trainer.take`."""
 
 
 class _Context(Context, Protocol):
-    """What a forward keeps for its backward, beside the saved tensors."""
+    """What a forward keeps for its backward in addition to the saved tensors."""
 
     call: Call
     size: int
-    """The samples of the batch."""
+    """The number of samples in the batch."""
     versions: list[int]
-    """Of the rows, where weights want a gradient."""
+    """The versions of the rows when the forward ran. Only set if per-sample weights want a gradient."""
 
 
 class Lookup(torch.autograd.Function):
-    """`apply(call, values, offsets, batch, weights, anchor, *parameters)` -> pooled, and sequence if there is any.
+    """`apply(call, values, offsets, size, weights, anchor, *parameters)` returns the pooled result, and the sequence if
+    a feature is not pooled.
 
-    Gradients: of `weights`; of `anchor` the verdict of the update; of `parameters` (tables without a fused optimizer)
-    coalesced sparse ones, or dense ones.
+    `weights` gets its gradient. `anchor` gets the verdict of the update: 0, or infinity if gradients were not finite.
+    `parameters` (tables without a fused optimizer) get coalesced sparse gradients, or dense ones.
     """
 
     @staticmethod
@@ -115,20 +119,20 @@ class Lookup(torch.autograd.Function):
         wanted = ctx.needs_input_grad[6:]
         table_gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if call.numbers is not None:
-            # Where weights need no gradient, a pass that comes here can only want the rows.
+            # If weights need no gradient, a pass that runs this node can only want the update of rows.
             if ctx.needs_input_grad[5] and (weight_gradient is None or update_is_wanted(call.numbers.hyper)):
                 anchor_gradient = _train(call, call.numbers, batch, gradients)
         elif any(wanted):
             reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients, call.programs)
             table_gradients = [
-                gradient_of(table, *found, sparse=holder.sparse) if want else None
-                for table, holder, found, want in zip(call.parameters, call.holders, reduced, wanted, strict=True)
+                gradient_of(table, *sums, sparse=holder.sparse) if want else None
+                for table, holder, sums, want in zip(call.parameters, call.holders, reduced, wanted, strict=True)
             ]
         return None, None, None, None, weight_gradient, anchor_gradient, *table_gradients
 
 
 def versions_of(call: Call) -> list[int]:
-    """What tells that rows have changed."""
+    """torch's version counters of the tables: a changed counter means that rows have changed."""
     return [table._version for table in call.storage.tables]
 
 

@@ -1,6 +1,7 @@
-"""One training call: what its forward runs, and what its backward does with the gradients.
+"""Runs the kernels of one training call: its forward, and what its backward does with the gradients.
 
-Used by the operators (for compilers, modes and profilers) and by plain eager code, which skips the dispatcher.
+The torch operators use it (for compilers, modes and profilers), and so does plain eager code, which skips the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -25,33 +26,37 @@ DOUBLE_BACKWARD = (
 )
 ROWS_CHANGED = (
     "the gradient of per-sample weights needs the rows that the forward read, but another backward of this module has "
-    "updated rows since; call the module once a backward pass, or use accumulate=True, which updates in step()"
+    "updated rows since; call the module once per backward pass, or use accumulate=True, which updates in step()"
 )
 
 
-_address = Tensor.data_ptr  # named once, because a backward asks every table
+_address = Tensor.data_ptr  # named once for speed, because every backward calls it for every table
 
 
 class Programs(NamedTuple):
-    """The texts of the kernels of one module and id dtype."""
+    """The programs of the kernels that one module runs for one dtype of ids. A program is a kernel plan's text, see
+    `launch/kernels.py`; it is empty if the module does not need the kernel."""
 
     forward: str
     train: str
-    """The forward of a training call: it keeps divisors and winners if the backward needs any, else it is `forward`."""
+    """The forward of a training call. It also returns divisors and winners if the backward needs them; otherwise it is
+    `forward`."""
     backward: str
-    """Empty without a fused optimizer."""
+    """The update in a backward pass; empty without a fused optimizer."""
     reduce: str
+    """The sums of the gradients of every row that occurs, for torch's optimizers and for accumulation."""
     weight_gradient: str
+    """The gradient of per-sample weights."""
     step: str
-    """The backward of accumulated gradients; empty unless they accumulate."""
+    """The update from accumulated gradients; empty unless they accumulate."""
     merge: str
-    """Their reduction to one gradient a row."""
+    """The reduction of accumulated gradients to one gradient per row; empty unless they accumulate."""
     resolve: str
-    """The step before all of these that turns ids into rows; empty where ids are rows."""
+    """The resolve step, which turns ids into rows before all other kernels; empty where ids are rows."""
 
 
 class Kept(NamedTuple):
-    """What a training forward computes."""
+    """The results of a forward kernel: what the caller gets, and what its backward needs."""
 
     pooled: Tensor
     sequence: Tensor | None
@@ -61,9 +66,9 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """The rows that a call reads and trains, with what kernels know of them.
+    """The memory of the tables that a call reads and trains, and the metadata by which kernels find it.
 
-    It describes the tables as they lay when it was made, so a module keeps one from call to call until they move.
+    It describes the tables as they were when it was made. A module uses one for all calls until a table moves.
     """
 
     tables: Sequence[Tensor]
@@ -73,20 +78,21 @@ class Storage:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What a forward is told of the tables."""
+        """The metadata of the tables for a forward kernel."""
         return metadata_of(self.tables, self.bounds_check)
 
     def update_metadata(self) -> Metadata:
-        """What a backward is told of them. It may run long after its forward, so it looks where they lie now."""
-        addresses, made = self._update_metadata
+        """The metadata of the tables for a backward kernel. A backward may run long after its forward, so this method
+        compares addresses with those of the cached metadata."""
+        addresses, metadata = self._update_metadata
         if addresses != self._addresses():
-            made = update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
-        return made
+            metadata = update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
+        return metadata
 
     @cached_property
     def _update_metadata(self) -> tuple[list[int], Metadata]:
-        made = update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
-        return self._addresses(), made
+        metadata = update_metadata_of(self.tables, self.states, self.trainable, self.bounds_check)
+        return self._addresses(), metadata
 
     def _addresses(self) -> list[int]:
         return [*map(_address, self.tables), *map(_address, self.states)]
@@ -98,12 +104,16 @@ class Storage:
 
 
 def run_forward(
-    program: str, storage: Storage, batch: Batch, sequence_elements: int, beside: Sequence[str] = ()
+    program: str, storage: Storage, batch: Batch, sequence_elements: int, all_programs: Sequence[str] = ()
 ) -> Kept:
-    """A training forward, by whichever kernel. `beside`: as of `kernel_of`, here and below."""
-    kernel: Kernel | TrainKernel = kernel_of(program, beside)
-    found = kernel(storage.metadata, storage.tables, batch, sequence_elements, storage.bounds_check)
-    pooled, sequence, divisors, winners = found if len(found) == len(Kept._fields) else (*found, None, None)
+    """Runs the forward kernel of a program, whether it returns divisors and winners or not.
+
+    `all_programs`, here and in the functions below: all programs that the module runs. An error about a kernel that is
+    missing names those of the others that are missing too.
+    """
+    kernel: Kernel | TrainKernel = kernel_of(program, all_programs)
+    results = kernel(storage.metadata, storage.tables, batch, sequence_elements, storage.bounds_check)
+    pooled, sequence, divisors, winners = results if len(results) == len(Kept._fields) else (*results, None, None)
     return Kept(pooled, sequence, divisors, winners)
 
 
@@ -114,10 +124,11 @@ def run_update(
     gradients: Gradients,
     hyper: Tensor,
     counters: Tensor,
-    beside: Sequence[str] = (),
+    all_programs: Sequence[str] = (),
 ) -> Tensor:
-    """Rows and states updated in place; 0, or infinite if gradients are not finite and nothing was changed."""
-    kernel: UpdateKernel = kernel_of(program, beside)
+    """Updates rows and states in place. Returns the verdict: 0, or infinity if gradients were not finite and nothing
+    was changed."""
+    kernel: UpdateKernel = kernel_of(program, all_programs)
     verdict = kernel(
         storage.update_metadata(),
         storage.tables,
@@ -128,30 +139,30 @@ def run_update(
         counters,
         storage.bounds_check,
     )
-    # Whoever saved a row for a backward must know.
+    # Makes autograd refuse backwards for which rows were saved before this update.
     torch.autograd.graph.increment_version([*storage.trained, counters])
     return verdict
 
 
 def run_reduce(
-    program: str, storage: Storage, batch: Batch, gradients: Gradients, beside: Sequence[str] = ()
+    program: str, storage: Storage, batch: Batch, gradients: Gradients, all_programs: Sequence[str] = ()
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of every table the rows that occur and their gradients."""
-    kernel: ReduceKernel = kernel_of(program, beside)
+    """For each table, the rows that occur in the batch and the sum of each row's gradients."""
+    kernel: ReduceKernel = kernel_of(program, all_programs)
     return kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
 
 
 def run_weight_gradient(
-    program: str, storage: Storage, batch: Batch, gradients: Gradients, beside: Sequence[str] = ()
+    program: str, storage: Storage, batch: Batch, gradients: Gradients, all_programs: Sequence[str] = ()
 ) -> Tensor:
-    """The gradient of the batch's weights; zeros without a program, that is if no feature is weighted."""
+    """The gradient of the batch's per-sample weights; zeros if `program` is empty because no feature is weighted."""
     if not program:
         return torch.zeros(batch.values.shape, dtype=torch.float32, device=batch.values.device)
-    kernel: WeightGradientKernel = kernel_of(program, beside)
+    kernel: WeightGradientKernel = kernel_of(program, all_programs)
     return kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
 
 
 def refuse_double_backward() -> None:
-    """Raises inside a backward that autograd records for another one."""
+    """Raises RuntimeError in a backward that autograd records, as it does with create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)

@@ -1,4 +1,4 @@
-"""`module.optimizer`: what schedulers, gradient scalers and training loops know as a torch optimizer."""
+"""`module.optimizer`: a fused optimizer as the torch optimizer that schedulers, gradient scalers and loops expect."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SCALER_UNKNOWN = (
     "of the scaled loss; call module.use_grad_scaler(scaler) before the first forward, and start from fresh rows"
 )
 MODULE_GONE = (
-    "module.optimizer: its module is gone, and its tables with it; keep the module as long as its optimizer is used"
+    "module.optimizer: its module is gone, and its tables with it; keep the module for as long as you use its optimizer"
 )
 
 
 LABELS = ("name", "tables")
-"""Entries of a group that say which tables its numbers are of, where optimizers were given by table."""
+"""Entries of a parameter group that say which tables it trains. Only modules with a mapping of optimizers have them."""
 CYCLED = ("betas", "momentum")
-"""What schedulers that cycle the momentum write: the first of these that is among the defaults, in every group."""
+"""Entries that schedulers which cycle the momentum may write. They write the first one that is in the defaults."""
 
 
 class Steps(Protocol):
-    """What the facade needs of a module."""
+    """What `FusedOptimizer` needs of its module."""
 
     @property
     def optimizer(self) -> FusedOptimizer | None: ...
@@ -40,17 +40,17 @@ class Steps(Protocol):
 
 
 class FusedOptimizer(Optimizer):
-    """Rows are updated by the backward pass. This object carries the hyperparameters, in one group per optimizer.
+    """The hyperparameters of a module's fused optimizers, in one parameter group per optimizer.
 
-    `step()` acts only if gradients accumulate, `zero_grad()` drops what has accumulated. It does not keep its module
-    alive, so that tables are freed with the module that holds them. Copies and pickles are those of the module's copy:
-    they hold the whole module, unless that is copied along with them.
+    The backward pass updates rows. `step()` acts only if gradients accumulate, and `zero_grad()` drops accumulated
+    gradients. The object does not keep its module alive, so that tables are freed with their module. A copy or a pickle
+    contains a copy of the whole module, unless the module is copied along with it.
     """
 
     _step_supports_amp_scaling = True
-    """Makes a GradScaler call `step()` always, and say so: rows look after what is not finite themselves."""
+    """Makes a GradScaler always call `step()`: the kernels themselves skip gradients that are not finite."""
     copied_module: Steps | None = None
-    """The module that a copy of an optimizer came with."""
+    """In a copy of an optimizer: the copy of its module, which it keeps alive."""
 
     def __init__(self, module: Steps, numbers: Numbers, groups: RuleGroups) -> None:
         self._module, self._numbers = ref(module), numbers
@@ -67,7 +67,8 @@ class FusedOptimizer(Optimizer):
         self.defaults = _Defaults(self.defaults, self._groups)
 
     def _anchor(self, place: int) -> Tensor:
-        """A group's parameter. The first stands for the rows of all tables in graphs, others only for their group."""
+        """The parameter of a group. In graphs, that of the first group represents the rows of all tables; those of
+        other groups are only entries of their groups."""
         anchor = self._numbers.anchor
         return torch.zeros_like(anchor, requires_grad=True) if place else anchor
 
@@ -78,27 +79,27 @@ class FusedOptimizer(Optimizer):
         return module
 
     def moved(self) -> None:
-        """The numbers have gone to another device."""
+        """Updates the groups after the hyperparameters have moved to another device."""
         for place, group in enumerate(self._groups):
             group.moved(self._anchor(place))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates rows from accumulated gradients; without accumulation the backward pass has done it already."""
+        """Updates rows from accumulated gradients. Without accumulation the backward pass has already updated them."""
         loss = closure() if closure is not None else None
         module = self._owner()
         if hasattr(self, "found_inf") and not module.has_grad_scaler():  # set by a GradScaler
             raise RuntimeError(SCALER_UNKNOWN)
         module.step()
-        self._numbers.clear_verdict()  # the scaler has seen it; gradients would add up, and stay infinite for ever
+        self._numbers.clear_verdict()  # the scaler has seen it; verdicts would add up, and stay infinite for ever
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets accumulated gradients."""
+        """Drops accumulated gradients."""
         self._numbers.clear_verdict()
         self._owner().drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the hyperparameters over. Rows and states are in the module's own state dict."""
+        """Loads the hyperparameters. Rows and states are in the module's own state dict."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self._groups):
             raise ValueError(
@@ -109,7 +110,7 @@ class FusedOptimizer(Optimizer):
             group.update(entries)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: a fused optimizer trains the tables of its module and nothing else."""
+        """Raises RuntimeError: a fused optimizer trains the tables of its module and nothing else."""
         if self._complete:
             raise RuntimeError(
                 "module.optimizer trains the tables of its module only; give other parameters to another optimizer"
@@ -125,7 +126,8 @@ class FusedOptimizer(Optimizer):
 
 
 class _Defaults(dict[str, Any]):
-    """What all groups have. Schedulers look here whether they can cycle the momentum, and are told why they cannot."""
+    """The entries that all groups have. A scheduler that looks here for a momentum to cycle gets a ValueError that says
+    why it cannot cycle it."""
 
     def __init__(self, common: dict[str, Any], groups: Sequence[Group]) -> None:
         super().__init__(common)
@@ -138,7 +140,7 @@ class _Defaults(dict[str, Any]):
             why = f"the optimizer of {self._lacking!r} has none" if self._lacking else "here some have betas instead"
             raise ValueError(
                 "module.optimizer: a scheduler cycles the momentum if all groups have one under the same name, and "
-                f"{why}; give it cycle_momentum=False, and write the momentum of a group where it shall change"
+                f"{why}; make it with cycle_momentum=False, and write the momentum of the groups that should change"
             )
         return super().__contains__(key)
 
@@ -151,7 +153,7 @@ def _labels(groups: RuleGroups, group: RuleGroup) -> dict[str, Any]:
 
 
 def _optimizer_of(module: Steps) -> FusedOptimizer:
-    """The optimizer of a copy, which may be all that holds the copied module."""
+    """The optimizer of a copied module. It keeps the module alive, because there may be no other reference to it."""
     optimizer = module.optimizer
     assert optimizer is not None
     optimizer.copied_module = module

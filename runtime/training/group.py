@@ -1,4 +1,4 @@
-"""A parameter group of `module.optimizer`: its entries are the numbers that kernels read."""
+"""The parameter groups of `module.optimizer`, whose entries are the hyperparameters that kernels read."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from embforge.training.numbers import Numbers
 from embforge.training.rule_groups import TableOptimizer
 
 NOT_FOR_USERS = tuple(name for name in HYPER if name != "lr")
-"""Numbers that are not hyperparameters of the rule."""
+"""Numbers that every kernel reads but no rule has, such as the loss scale. Parameter groups do not have them."""
 PAIRS = {"betas": ("beta1", "beta2")}
-"""Entries that torch's optimizers, and so schedulers, have for two numbers."""
+"""Entries in which torch's optimizers, and therefore schedulers, hold two numbers."""
 OF_SCHEDULERS = ("initial_", "max_", "min_", "base_", "swa_")
-"""What the names of entries begin with that schedulers add; a number's name follows."""
+"""Schedulers add entries whose names are one of these prefixes and the name of a number."""
 
 
 class Group(dict[str, Any]):
-    """A parameter group whose numbers are where kernels read them: writing one is all that it takes.
+    """A parameter group. Writing an entry writes the number in the memory that kernels read.
 
-    Refused are entries that nobody would read, and values that the optimizer would not take when it is made.
-    `place`: which group of the module it is. `labels`: entries that say whose numbers these are, and stay as they are.
+    ValueError for entries that no kernel reads. RuleError for values that the optimizer's constructor would refuse too.
+    `place`: the number of the group in its module. `labels`: entries that say which tables the group trains; they
+    cannot be changed.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class Group(dict[str, Any]):
         self._renew_pairs()
 
     def moved(self, anchor: Tensor) -> None:
-        """The numbers have gone to another device, where `anchor` is."""
+        """Updates the entries after the hyperparameters have moved to another device, where `anchor` is."""
         self["params"] = [anchor]
         for name in self._names:
             if isinstance(self.get(name), Tensor):
                 self._renew(name)
 
     def _renew(self, name: str) -> None:
-        """Makes an entry the tensor that kernels read, as it lies now."""
+        """Sets an entry to the tensor that kernels read now."""
         super().__setitem__(name, self._numbers.live(name, self._place))
 
     def _renew_pairs(self) -> None:
@@ -61,7 +62,7 @@ class Group(dict[str, Any]):
         elif key in self._names:
             self._numbers.set(key, value, self._place)
             if isinstance(value, Tensor) or isinstance(self.get(key), Tensor):
-                self._renew(key)  # what is written into this tensor is where kernels read it
+                self._renew(key)  # users may write into this tensor, which kernels read
             else:
                 super().__setitem__(key, value)
             self._renew_pairs()
@@ -76,19 +77,19 @@ class Group(dict[str, Any]):
             for part, number in zip(parts, value, strict=True):
                 self._check_entry(part, number)
         elif key in self._names:
-            # Only lr may be a tensor while it trains: others are numbers, if given as a tensor of one.
-            one = isinstance(value, Tensor) and key != "lr" and value.numel() == 1 and value.is_cpu
-            self._check(key, float(value) if one else value)
+            # Only lr may stay a tensor; a CPU tensor of one element is accepted as the value of any other number.
+            is_number = isinstance(value, Tensor) and key != "lr" and value.numel() == 1 and value.is_cpu
+            self._check(key, float(value) if is_number else value)
         elif key in self._labels:
             if value != self._labels[key]:
                 raise ValueError(
-                    f"{key}={value!r} is not allowed: these are the numbers of {self._labels[key]!r}, and stay so"
+                    f"{key}={value!r} is not allowed: this group is that of {self._labels[key]!r}, which cannot change"
                 )
         elif not self._is_schedulers(key) and key != "params":
             known = ", ".join([*self._names, *self._pairs])
             raise ValueError(
                 f"{key!r} is not part of this optimizer, whose numbers are {known}; "
-                "options as weight_decay are given when it is made: ef.optim.Adam(weight_decay=...)"
+                "options such as weight_decay are given when it is made: ef.optim.Adam(weight_decay=...)"
             )
 
     def _is_schedulers(self, key: str) -> bool:
@@ -96,22 +97,23 @@ class Group(dict[str, Any]):
         return any(key == begin + name for begin in OF_SCHEDULERS for name in of)
 
     def added(self) -> dict[str, Any]:
-        """What schedulers have added."""
+        """The entries that schedulers have added."""
         return {key: value for key, value in self.items() if self._is_schedulers(key)}
 
     def check_all(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """What `update` may take over from such a group: ValueError or RuleError if it is of another optimizer."""
-        given = {key: value for key, value in entries.items() if key != "params"}
-        missing = [name for name in self._names if name not in given]
-        unknown = [key for key in given if key not in self and not self._is_schedulers(key)]
+        """The entries of a loaded group that `update` may write. ValueError or RuleError if another optimizer has saved
+        them."""
+        loaded = {key: value for key, value in entries.items() if key != "params"}
+        missing = [name for name in self._names if name not in loaded]
+        unknown = [key for key in loaded if key not in self and not self._is_schedulers(key)]
         if missing or unknown:
             raise ValueError(
-                f"state_dict: that of another optimizer: has {', '.join(given)}; module.optimizer has "
+                f"state_dict: it is that of another optimizer: it has {', '.join(loaded)}; module.optimizer has "
                 f"{', '.join(self._names)}"
             )
-        for key, value in given.items():
+        for key, value in loaded.items():
             self._check_entry(key, value)
-        return {key: value for key, value in given.items() if key not in self._pairs}
+        return {key: value for key, value in loaded.items() if key not in self._pairs}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
@@ -127,11 +129,11 @@ class Group(dict[str, Any]):
         return self
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # a copy is a copy of the numbers, not a way to change them
+        return dict, (dict(self),)  # a copy has the values of the numbers, and writing to it changes no module
 
 
 class Groups(list[Any]):
-    """`param_groups`: entries are written, the group itself stays."""
+    """`param_groups`: a list whose groups can be written to, but not replaced."""
 
     def __setitem__(self, place: SupportsIndex | slice, group: Any) -> None:
         if group is not self[place]:

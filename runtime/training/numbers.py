@@ -1,4 +1,4 @@
-"""The numbers of a fused optimizer that kernels read from memory: none of them is compiled in."""
+"""The hyperparameters and counters of fused optimizers. Kernels read them from memory: none is compiled in."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from embforge.training.scaling import refuse_unknown_scaler, watch_scalers
 STEP, SEED = COUNTERS.index("step"), COUNTERS.index("seed")
 LR, GRAD_SCALE = HYPER.index("lr"), HYPER.index("grad_scale")
 HYPER_ADDRESS = "_embforge_hyper"
-"""An anchor's attribute: where the hyperparameters lie that it belongs to. A number, so that anchors can be pickled."""
+"""Name of an anchor's attribute: the address of the hyperparameters that it belongs to. It is a number, so that anchors
+can be pickled."""
 NUMBERS = "_embforge_numbers"
-"""Attribute of the hyperparameters, and of the first table: a weak reference to the `Numbers` they belong to. By it
-an operator, which is given tensors alone, knows of what is not in a tensor, also in a compiled graph."""
+"""Name of an attribute of the hyperparameters' tensor and of the first table: a weak reference to their `Numbers`. An
+operator, which gets only tensors, finds by it what is not stored in tensors, also in a compiled graph."""
 MOVED = (
-    "the module has moved to another device since this forward, so that the rows it read are not those of the module "
-    "any more; run the backward before moving the module"
+    "the module has moved to another device since this forward, so that the rows that it read are no longer those of "
+    "the module; run the backward before you move the module"
 )
 
 
 class Numbered(Protocol):
-    """What an optimizer says of its numbers."""
+    """The part of an optimizer that says which numbers it has."""
 
     @property
     def lr(self) -> float | Tensor: ...
@@ -41,81 +42,88 @@ class Numbered(Protocol):
 
 
 class Numbers:
-    """Hyperparameters, counters and the grad anchor of one module, on its device.
+    """The hyperparameters, the counters and the grad anchor of one module, on its device.
 
-    Kernels read them when they run, so schedulers, loss scalers and captured graphs change them without a compiler.
-    Where several optimizers train, the hyperparameters of all lie in one tensor, one optimizer's after the other's.
+    Kernels read them when they run, so that schedulers, loss scalers and captured graphs can change them without
+    compiling. If a module has several optimizers, one tensor holds the hyperparameters of all, in the optimizers'
+    order.
     """
 
     def __init__(self, optimizers: Sequence[Numbered], device: torch.device) -> None:
         self._names = [(*HYPER, *optimizer.update.rule.hyper) for optimizer in optimizers]
-        self._values: list[float] = []  # what `hyper` is filled with where memory begins
+        self._values: list[float] = []  # the hyperparameters, from which `hyper` is filled once it has memory
         for optimizer in optimizers:
             lr = optimizer.lr.detach() if isinstance(optimizer.lr, Tensor) else optimizer.lr
             self._values += [float(lr), 0.0, *map(float, optimizer.hyper_values)]
         self._seed: int | None = None
         self.scale: Tensor | None = None
-        """What a GradScaler multiplies losses by, where it keeps that; None if there is none, or it is off."""
+        """The tensor in which the module's GradScaler keeps its scale; None without a scaler, or if it is disabled."""
         self.forwards = Forwards()
         watch_scalers()
-        with torch.inference_mode(False):  # what is made there has no version, by which changes are known
+        with torch.inference_mode(False):  # a tensor made in inference mode has no version, by which changes are known
             self.hyper = torch.tensor(self._values, dtype=torch.float64, device="cpu").to(device)
             self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
             self.anchor = self._new_anchor(device)
-            """What autograd sees of fused tables: its gradient is 0, or infinite where an update was skipped."""
+            """The tensor that represents fused tables in autograd. Its gradient is 0, or infinity if an update was
+            skipped."""
         self.own(self.hyper)
         self.lock = Lock()
-        """One update at a time, whatever thread a backward runs in; and what accumulates is taken or used up."""
+        """Held during an update and while accumulated gradients change, because backwards may run in several
+        threads."""
 
     def seed(self, seed: int) -> None:
-        """Sets the key of stochastic rounding; on meta, as soon as there is memory."""
+        """Sets the seed of stochastic rounding. On the meta device it takes effect when the module gets memory."""
         self._seed = seed
         if not self.counters.is_meta:
             self.counters[SEED] = seed
 
     def clear_verdict(self) -> None:
-        """Makes a loss scaler see nothing of earlier backward passes: 0, and not no gradient, which it would refuse."""
+        """Sets the anchor's gradient to 0, so that a loss scaler ignores earlier backward passes. Without any gradient
+        a scaler would raise an error."""
         self.anchor.grad = torch.zeros_like(self.anchor)
 
     def own(self, tensor: Tensor) -> None:
-        """Makes a tensor tell whose it is: `numbers_of`."""
+        """Marks a tensor as belonging to this object, so that `numbers_of` finds it."""
         setattr(tensor, NUMBERS, ref(self))
 
     def take_scale(self) -> None:
-        """Reads what the loss of the backward pass that runs now was multiplied by, without waiting for the device.
+        """Copies the scale by which the loss of the current backward pass was multiplied, without waiting for the
+        device.
 
-        RuntimeError if it sees that this was done by a scaler that the module does not know.
+        Raises RuntimeError if a scaler that the module does not know has multiplied it.
         """
         refuse_unknown_scaler(self.scale)
         if self.scale is not None:
             self.set_grad_scale(self.scale)
 
     def note_forward(self, *, in_node: bool = False) -> None:
-        """Every forward tells. RuntimeError for one that is repeated after rows have changed. `in_node`: its autograd
-        node has been made already."""
+        """Called at the start of every forward. RuntimeError if a backward pass repeats the forward after rows have
+        changed. `in_node`: the forward runs inside its autograd node, see `Forwards.note`."""
         self.forwards.note(self.counters._version, in_node=in_node)
 
     def names(self, group: int = 0) -> tuple[str, ...]:
-        """The hyperparameters of an optimizer, in the order in which kernels read them."""
+        """The names of an optimizer's hyperparameters, in the order in which kernels read them."""
         return self._names[group]
 
     def get(self, name: str, group: int = 0) -> float:
-        """A hyperparameter's value."""
+        """A hyperparameter's value. Waits for the device."""
         place = self._place(name, group)
         return self._values[place] if self.hyper.is_meta else float(self.hyper[place])
 
     def values(self, group: int = 0) -> list[float]:
-        """All hyperparameters of an optimizer, in the order in which kernels read them. Waits for the device."""
+        """The values of an optimizer's hyperparameters, in the order in which kernels read them. Waits for the
+        device."""
         first = self._place(HYPER[0], group)
         values: list[float] = self.hyper[first : first + len(self._names[group])].tolist()
         return values
 
     def live(self, name: str, group: int = 0) -> Tensor:
-        """A hyperparameter as the number in memory that kernels read."""
+        """A view of the number in memory that kernels read for a hyperparameter."""
         return self.hyper[self._place(name, group)]
 
     def set_grad_scale(self, value: float | Tensor) -> None:
-        """Writes what losses are multiplied by, 0 for nothing, for all optimizers."""
+        """Writes the factor by which losses are multiplied, for all optimizers; 0 means that they are not
+        multiplied."""
         for group in range(len(self._names)):
             self.set("grad_scale", value, group)
 
@@ -134,7 +142,8 @@ class Numbers:
             self._values[place] = float(value)
 
     def move(self, device: torch.device) -> None:
-        """To another device, with all that is known; from meta nothing but the values given by numbers is."""
+        """Moves everything to another device. From the meta device only the values that were set as numbers are
+        known."""
         known = not self.hyper.is_meta
         with torch.inference_mode(False):
             hyper = self.hyper if known else torch.tensor(self._values, dtype=torch.float64, device="cpu")
@@ -154,7 +163,7 @@ class Numbers:
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("anchor", "lock", "scale", "forwards")
         kept = {key: value for key, value in self.__dict__.items() if key not in left_out}
-        return kept | {"hyper": self.hyper.detach()}  # without its attribute, which cannot be pickled
+        return kept | {"hyper": self.hyper.detach()}  # without the attribute NUMBERS, which cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -162,7 +171,7 @@ class Numbers:
         watch_scalers()
         self.hyper, self.counters = versioned(self.hyper), versioned(self.counters)
         self.own(self.hyper)
-        self.set_grad_scale(0.0)  # a copy does not know the scaler, and divides by nothing
+        self.set_grad_scale(0.0)  # a copy does not know the scaler, and does not divide gradients
         with torch.inference_mode(False):
             self.anchor = self._new_anchor(self.hyper.device)
 
@@ -173,11 +182,11 @@ class Numbers:
 
 
 def update_is_wanted(hyper: Tensor) -> bool:
-    """Whether the backward pass that runs now reaches the rows whose optimizer has these numbers.
+    """Whether the current backward pass should update the rows whose optimizer has these hyperparameters.
 
-    `torch.autograd.grad(loss, dense.parameters())` and `backward(inputs=...)` may run a lookup's node for the gradient
-    of its weights alone: then the anchor, which stands for the rows, is not among what this pass asked for. Outside of
-    a backward pass the caller means an update.
+    `torch.autograd.grad(loss, dense.parameters())` and `backward(inputs=...)` may run a lookup's node only for the
+    gradient of its weights. Then the anchor, which represents the rows, is not among the inputs of this pass. Outside
+    of a backward pass the caller always wants an update.
     """
     node = current_node() if current_pass() != -1 else None
     for reached, _ in () if node is None else node.next_functions:
@@ -186,17 +195,17 @@ def update_is_wanted(hyper: Tensor) -> bool:
         if getattr(getattr(reached, "variable", None), HYPER_ADDRESS, None) == hyper.data_ptr():
             try:
                 return will_run(reached)
-            except RuntimeError:  # torch refuses to say it of a leaf that torch.autograd.grad was asked for
+            except RuntimeError:  # torch raises for a leaf that is an input of torch.autograd.grad
                 return True
     return True
 
 
 def numbers_of(tensor: Tensor) -> Numbers | None:
-    """Whose hyperparameters or rows a tensor holds, if a module's."""
-    owner: ref[Numbers] | None = getattr(tensor, NUMBERS, None)
-    return None if owner is None else owner()
+    """The `Numbers` of the module whose hyperparameters or rows a tensor holds; None if it belongs to no module."""
+    reference: ref[Numbers] | None = getattr(tensor, NUMBERS, None)
+    return None if reference is None else reference()
 
 
 def drawn_seed() -> int:
-    """A key of stochastic rounding from torch's generator."""
+    """A seed of stochastic rounding, drawn from torch's default generator."""
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))

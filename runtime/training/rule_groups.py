@@ -1,4 +1,4 @@
-"""Which optimizer trains which table: one for all of a collection, or a mapping from tables to optimizers."""
+"""Which optimizer trains which table: one optimizer for all tables of a collection, or a mapping from tables."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from embforge.launch.grouped import Part, grouped_text
 from embforge.launch.kernels import Program
 
 REST = "*"
-"""As a key of a mapping: all tables that no other entry names."""
+"""A key of a mapping of optimizers that means all tables that no other entry names."""
 BY_RULE = ("backward", "step")
-"""What plans are for that a collection has one of per rule."""
+"""The kernels that a collection has once per rule, by their names in `Programs`."""
 
 
 class TableOptimizer(Protocol):
-    """What training needs of an optimizer of `embforge.optim`."""
+    """The part of an optimizer of `embforge.optim` that training uses."""
 
     @property
     def lr(self) -> float | Tensor: ...
@@ -39,49 +39,49 @@ class TableOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class RuleGroup:
-    """Tables that one optimizer trains: an entry of a mapping, or all tables."""
+    """The tables that one optimizer trains: those of an entry of the mapping, or all tables."""
 
     name: str
-    """The entry's; empty if the optimizer was given for all tables."""
+    """The key of the entry; empty if one optimizer trains all tables."""
     optimizer: TableOptimizer
     tables: tuple[int, ...]
-    """Their places in the spec."""
+    """The indices of the tables in the spec."""
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The numbers that its kernels read, in their order."""
+        """The names of the hyperparameters that the group's kernels read, in their order."""
         return (*HYPER, *self.optimizer.update.rule.hyper)
 
 
 @dataclass(frozen=True)
 class RuleGroups:
-    """The optimizers of a collection, and which tables each of them trains. A table of no group is never trained."""
+    """The optimizers of a collection, and the tables that each of them trains. A table in no group is never trained."""
 
     groups: tuple[RuleGroup, ...]
     tables: tuple[str, ...]
-    """All tables of the collection."""
+    """The names of all tables of the collection."""
 
     def of_table(self, place: int) -> RuleGroup | None:
-        """The group that a table belongs to."""
+        """The group of the table with this index; None if it is in no group."""
         return next((group for group in self.groups if place in group.tables), None)
 
     def updates(self) -> tuple[Update | None, ...]:
-        """What happens to a row, table by table."""
-        found = [self.of_table(place) for place in range(len(self.tables))]
-        return tuple(None if group is None else group.optimizer.update for group in found)
+        """The update of each table's rows; None for a table that is never trained."""
+        groups = [self.of_table(place) for place in range(len(self.tables))]
+        return tuple(None if group is None else group.optimizer.update for group in groups)
 
     def different_updates(self) -> tuple[Update, ...]:
-        """What happens to rows, each once."""
+        """The updates of all groups, without duplicates."""
         return tuple(dict.fromkeys(group.optimizer.update for group in self.groups))
 
     def table_names(self, group: RuleGroup) -> tuple[str, ...]:
-        """The tables of a group by name."""
+        """The names of a group's tables."""
         return tuple(self.tables[place] for place in group.tables)
 
     def for_parts(self, names: Sequence[str], wholes: Sequence[str]) -> RuleGroups:
-        """The same groups for a collection whose tables `names` are parts of these: the k-th of `wholes[k]`.
+        """The same groups for a collection whose tables are parts of these tables: `names[k]` is a part of `wholes[k]`.
 
-        A group may be without tables there; its numbers have their place nevertheless.
+        A group may have no tables in that collection; its hyperparameters keep their place.
         """
         place = {name: self.tables.index(name) for name in set(wholes)}
         groups = [
@@ -100,7 +100,8 @@ class RuleGroups:
         backward: Params | None,
         accumulate: bool,
     ) -> dict[str, Plan]:
-        """As `training_plans`; where several rules train, one backward and step per group, as `backward[users]`."""
+        """The kernel plans of `training_plans`. With several groups there is one backward and one step per group, under
+        names such as `backward[users]`."""
         plans: dict[str, Plan] = {}
         for group in self._running:
             made = training_plans(spec, target, arch, id_dtype, params, backward, group.optimizer.update, accumulate)
@@ -108,7 +109,7 @@ class RuleGroups:
         return plans
 
     def texts(self, plans: Mapping[str, Plan], kernels: str | None) -> dict[str, str]:
-        """The programs of these plans by what they are for; those of several rules are one."""
+        """The programs of these kernel plans, by the names in `Programs`. Those of several groups are joined to one."""
         texts = {name: Program(plan, kernels).text for name, plan in plans.items()}
         if self._is_one:
             return texts
@@ -124,7 +125,8 @@ class RuleGroups:
 
     @property
     def _running(self) -> tuple[RuleGroup, ...]:
-        """Groups whose kernels run: those with tables, else the first, because an update is a step in any case."""
+        """The groups whose kernels run: those with tables, or the first group if none has tables, because an update
+        must count a step in any case."""
         return tuple(group for group in self.groups if group.tables) or self.groups[:1]
 
     def _plan_name(self, op: str, group: RuleGroup) -> str:
@@ -136,13 +138,13 @@ class RuleGroups:
 
 
 Optimizers = TableOptimizer | Mapping[Any, TableOptimizer | None] | RuleGroups | None
-"""What an `optimizer` argument may be. Keys of a mapping: a table, a tuple of tables, or `REST`."""
+"""The types of an `optimizer` argument. The keys of a mapping are a table's name, a tuple of names, or `REST`."""
 
 
 def rule_groups(optimizer: Optimizers, spec: CollectionSpec) -> RuleGroups | None:
-    """The groups that an `optimizer` argument means for the tables of a spec; None for None.
+    """The groups that an `optimizer` argument makes of the tables of a spec; None for None.
 
-    TypeError or ValueError names what cannot be.
+    TypeError or ValueError names the entry that is not allowed.
     """
     names = tuple(table.name for table in spec.tables)
     if optimizer is None or isinstance(optimizer, RuleGroups):
@@ -162,11 +164,13 @@ def rule_groups(optimizer: Optimizers, spec: CollectionSpec) -> RuleGroups | Non
         entries.append((key if isinstance(key, str) else ", ".join(named), value, named))
     rest = tuple(name for name in names if name not in taken)
     if REST in optimizer and not rest:
-        raise ValueError(f"optimizer: {REST!r} stands for tables that no other entry names, and there are none")
+        raise ValueError(
+            f"optimizer: {REST!r} stands for tables that no other entry names, but all are named; remove it"
+        )
     if rest and REST not in optimizer:
         raise ValueError(
-            f"optimizer: table {rest[0]!r} is in no entry; name it (with None it is never trained), or give "
-            f"{REST!r} for all tables that no entry names"
+            f"optimizer: table {rest[0]!r} is in no entry; name it (with None it is never trained), or add an entry "
+            f"{REST!r} for all tables that no other entry names"
         )
     groups = tuple(
         RuleGroup(name, _checked(value, name), tuple(map(names.index, rest if name == REST else named)))
@@ -175,14 +179,14 @@ def rule_groups(optimizer: Optimizers, spec: CollectionSpec) -> RuleGroups | Non
     )
     if not groups:
         raise ValueError(
-            "optimizer: no entry has an optimizer, so nothing would be trained; for a module that only looks up give "
+            "optimizer: no entry has an optimizer, so nothing would be trained; for a module that only looks up, pass "
             "optimizer=None"
         )
     return RuleGroups(groups, names)
 
 
 def _names_of(key: object, tables: Sequence[str]) -> tuple[str, ...]:
-    """The tables that an entry names."""
+    """The names of the tables in a key of the mapping; none for `REST`."""
     if key == REST:
         return ()
     named = key if isinstance(key, tuple) else (key,)
@@ -203,15 +207,15 @@ def _names_of(key: object, tables: Sequence[str]) -> tuple[str, ...]:
 
 def _checked(optimizer: Any, entry: str = "") -> TableOptimizer:
     if isinstance(getattr(optimizer, "update", None), Update):
-        found: TableOptimizer = optimizer
-        return found
+        checked: TableOptimizer = optimizer
+        return checked
     if entry:
         raise TypeError(
-            f"optimizer: entry {entry!r}: got {optimizer!r}; allowed: one of embforge.optim, as "
+            f"optimizer: entry {entry!r}: got {optimizer!r}; allowed: one of embforge.optim, such as "
             "ef.optim.Adam(lr=1e-3), or None: its tables are never trained"
         )
     raise TypeError(
-        f"optimizer: got {optimizer!r}; allowed: one of embforge.optim, as ef.optim.Adam(lr=1e-3), a mapping from "
-        "tables to such, or None: then give module.parameters() to an optimizer of torch.optim (sparse=False makes "
-        "dense gradients)"
+        f"optimizer: got {optimizer!r}; allowed: one of embforge.optim, such as ef.optim.Adam(lr=1e-3), a mapping from "
+        "tables to optimizers, or None: then give module.parameters() to an optimizer of torch.optim (sparse=False "
+        "makes dense gradients)"
     )

@@ -1,9 +1,9 @@
-"""Whether the loss of a backward pass was scaled by a GradScaler that a module does not know.
+"""Finds out whether a GradScaler that a module does not know has scaled the loss of a backward pass.
 
-`scaler.scale(loss).backward()` multiplies all gradients, and fused rows are updated before `scaler.step` could divide
-them. A scaler does not tell the model's parts, and autograd does not say what a pass began with. So from the first
-fused module on, `GradScaler.scale` leaves a hook on the tensors that it returns; a backward pass that comes through it
-notes by which scale it is multiplied.
+`scaler.scale(loss).backward()` multiplies all gradients, and a fused optimizer updates rows before `scaler.step` could
+divide them. A scaler does not notify modules, and autograd does not say where a backward pass started. So once a
+process has made a module with a fused optimizer, `GradScaler.scale` adds a hook to the tensors that it returns. The
+hook notes the scale of the backward pass that runs it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ UNKNOWN = (
 )
 
 _NOTED: deque[tuple[int, Tensor]] = deque(maxlen=16)
-"""The last backward passes that a scaler multiplied, and where it keeps its scale. A pass is looked up while it runs,
-so few entries are enough; appending to a deque needs no lock."""
+"""The last backward passes whose loss a scaler multiplied, each with the tensor of the scaler's scale. A pass is looked
+up while it runs, so that few entries are enough. Appending to a deque needs no lock."""
 
 
 @cache
 def watch_scalers() -> None:
-    """Makes all scalers leave their mark, once per process. What they return is as it was."""
+    """Makes all scalers mark the losses that they scale. It acts once per process; results of `scale` do not change."""
     plain = GradScaler.scale
 
     @wraps(plain)
@@ -46,11 +46,12 @@ def watch_scalers() -> None:
 
 
 def refuse_unknown_scaler(known: Tensor | None) -> None:
-    """RuntimeError if scalers multiplied the backward pass that runs now, and none of them by the `known` scale."""
+    """Raises RuntimeError if scalers multiplied the loss of the current backward pass, none of them by the `known`
+    scale."""
     if _NOTED:
         running = current_pass()
-        by = [scale for noted, scale in list(_NOTED) if noted == running]
-        if by and all(scale is not known for scale in by):
+        scales = [scale for noted, scale in list(_NOTED) if noted == running]
+        if scales and all(scale is not known for scale in scales):
             raise RuntimeError(UNKNOWN)
 
 

@@ -1,4 +1,4 @@
-"""What a user does with the training of a module: one surface for tables in one collection and spread over ranks."""
+"""The training methods of a module, the same for tables in one process and for tables that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from embforge.training.trainer import Trainer
 
 
 class TrainingSurface(Surrounded):
-    """The optimizer, steps, gradient scaler, seed and freezing of a module.
+    """The methods by which a user controls training: optimizer, steps, gradient scaler, seed and freezing.
 
-    A class that derives from it holds the tables, and says what a step is and how a single table is frozen.
+    A class that derives from it holds the tables, and defines what a step does and how a single table is frozen.
     """
 
     spec: CollectionSpec
     trainer: Trainer
-    """How the tables are trained; what is the same for all tables it does itself."""
+    """The part of training that does not depend on where the tables are."""
     _facade: FusedOptimizer | None = None
 
     @property
@@ -34,39 +34,43 @@ class TrainingSurface(Surrounded):
 
     @abstractmethod
     def step(self) -> None:
-        """One update from all gradients since the last, if they accumulate. Else the backward pass has done it."""
+        """Updates rows once from all gradients since the last step, if gradients accumulate.
+
+        Without accumulation it does nothing, because the backward pass has already updated the rows.
+        """
 
     def drop_gradients(self) -> None:
-        """Forgets accumulated gradients."""
+        """Drops accumulated gradients."""
         self.trainer.drop_gradients()
 
     def use_grad_scaler(self, scaler: GradScaler | None) -> None:
-        """Makes updates divide gradients by the scale of a `torch.amp.GradScaler`, and skip those not finite.
+        """Makes updates divide gradients by the scale of a `torch.amp.GradScaler`, and skip gradients that are not
+        finite.
 
-        The loop stays as it is: `scaler.scale(loss).backward()`, `scaler.step(module.optimizer)`, `scaler.update()`.
-        What is not finite on one rank is skipped on all.
+        The training loop stays unchanged: `scaler.scale(loss).backward()`, `scaler.step(module.optimizer)`,
+        `scaler.update()`. If gradients are not finite on one rank, all ranks skip the update. None removes the scaler.
         """
         self.trainer.use_scaler(scaler)
 
     def has_grad_scaler(self) -> bool:
-        """Whether `use_grad_scaler` was called."""
+        """Whether the module has a gradient scaler, see `use_grad_scaler`."""
         return self.trainer.scaler is not None
 
     def seed(self, seed: int) -> None:
-        """Makes stochastic rounding reproducible: the same seed, steps, gradients and number of ranks give the same
-        rows."""
+        """Sets the seed of stochastic rounding, 0 <= seed < 2^63: equal seeds, steps, gradients and numbers of ranks
+        give equal rows."""
         self.trainer.seed(seed)
 
     def freeze(self, *tables: str) -> None:
-        """No more updates of these tables (of all, if none is named), until `unfreeze`."""
+        """Stops training these tables, or all tables if none is named, until `unfreeze` is called."""
         self._set_trainable(tables, False)
 
     def unfreeze(self, *tables: str) -> None:
-        """Trains these tables again (all that can be, if none is named)."""
+        """Trains these tables again, or all tables that can be trained if none is named."""
         self._set_trainable(tables, True)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freezes or unfreezes all tables, as does `requires_grad_` of a model around the module."""
+        """Freezes or unfreezes all tables. `requires_grad_` of a model that contains the module does the same."""
         self._set_trainable((), requires_grad)
         return self
 
@@ -75,13 +79,13 @@ class TrainingSurface(Surrounded):
             self.spec.table(name)
             if wanted and (why := self._why_untrainable(name)):
                 raise TypeError(f"table {name!r}: {why}")
-        every = [table.name for table in self.spec.tables]
-        for name in names or [name for name in every if not wanted or not self._why_untrainable(name)]:
+        all_names = [table.name for table in self.spec.tables]
+        for name in names or [name for name in all_names if not wanted or not self._why_untrainable(name)]:
             self._set_table_trainable(name, wanted)
 
     @abstractmethod
     def _why_untrainable(self, table: str) -> str:
-        """Why nothing can train a table, and what would; empty if something can."""
+        """Why nothing can train a table, and how to change that; empty if it can be trained."""
 
     @abstractmethod
     def _set_table_trainable(self, table: str, wanted: bool) -> None:

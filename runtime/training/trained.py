@@ -1,4 +1,4 @@
-"""A collection that trains its own tables: what kernels are told of them, and what a checkpoint holds of training."""
+"""A collection whose tables are all in this process: its training, the metadata of its tables, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,35 +18,42 @@ from embforge.training.trainer import wrong_counter
 
 
 class KeptStorage(NamedTuple):
-    """The tables as a call found them."""
+    """The memory of the tables in an earlier call."""
 
     places: list[int]
-    """Where they lay then. Taken before anything else is, because rows may move at any time later."""
+    """The addresses and sizes of the tables. They are read first, because rows may move at any time afterwards."""
     storage: Storage
 
 
 class Trained(TrainingSurface):
-    """Tables in one collection with a way to train them. Lookups come from the class that derives from it."""
+    """Tables in this process and the ways to train them. A class that derives from it adds lookups."""
 
     programs: dict[torch.dtype, Programs]
-    """The texts of the kernels, by the dtype of ids."""
+    """The programs of the kernels, by the dtype of ids."""
     layout: CollectionLayout
     _fused: bool
     _bounds_check: str
     _kept: KeptStorage | None
-    """What the last call found of the tables."""
+    """The memory of the tables in the last call."""
 
     def optimizer_state(self, table: str) -> dict[str, Tensor]:
-        """The live states of a fused optimizer, by name: `[rows, dim]` of elements, `[rows]` of rows."""
+        """The states that a fused optimizer keeps for a table, by name, as live views.
+
+        A state per element is `[rows, dim]`, a state per row is `[rows]`.
+        """
         self.spec.table(table)
         return self.named_tables()[table].states()
 
     def step(self) -> None:
-        """One update from all gradients since the last, if they accumulate. Else the backward pass has done it."""
+        """Updates rows once from all gradients since the last step, if gradients accumulate.
+
+        Without accumulation it does nothing, because the backward pass has already updated the rows.
+        """
         self.trainer.step(self.programs[torch.int64], self.storage())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales accumulated gradients down to a norm over all tables, before `step()`. Returns the norm they had."""
+        """Scales accumulated gradients down so that their norm over all tables is at most `max_norm`; call it before
+        `step()`. Returns the norm before scaling."""
         return self.trainer.clip(self.programs[torch.int64], self.storage(), max_norm)
 
     def _why_untrainable(self, table: str) -> str:
@@ -58,17 +65,18 @@ class Trained(TrainingSurface):
         self.named_tables()[table].set_trainable(wanted)
 
     def named_tables(self) -> dict[str, Table]:
-        """The tables by name, as they are held."""
+        """The table objects by name."""
         tables: Any = self._modules["tables"]
-        found: dict[str, Table] = tables._modules
-        return found
+        by_name: dict[str, Table] = tables._modules
+        return by_name
 
     def storage(self) -> Storage:
-        """The tables as they are now, for kernels."""
+        """The present memory of the tables, for kernels."""
         return self._storage(self._weights())
 
     def _storage(self, tables: list[Tensor]) -> Storage:
-        """The tables as they are now; the last call's answer if nothing has changed, which saves most of its time."""
+        """The present memory of the tables. It is that of the last call if nothing has changed, which saves most
+        time."""
         kept = self._kept
         if kept is None or kept.storage.trainable != self._trainable(tables) or kept.places != places_of(tables):
             check_tables(self.layout, tables)
@@ -89,24 +97,24 @@ class Trained(TrainingSurface):
         if weights is not None and weights.requires_grad:
             return True
         if self._fused:
-            for held in self.named_tables().values():  # noqa: SIM110 - any() with a generator takes thrice as long
-                if held.trainable:
+            for table in self.named_tables().values():  # noqa: SIM110 - any() with a generator takes three times as long
+                if table.trainable:
                     return True
             return False
-        for table in tables:  # noqa: SIM110 - as above
-            if table.requires_grad:
+        for weight in tables:  # noqa: SIM110 - any() with a generator takes three times as long
+            if weight.requires_grad:
                 return True
         return False
 
     @abstractmethod
     def _moved(self, device: torch.device) -> None:
-        """Tables have gone to a device, or are about to."""
+        """Called when the tables have moved to a device, or are about to move there."""
 
     def _blocks(self) -> list[Tensor]:
         return [table.block for table in self.named_tables().values()]
 
     def _weights(self) -> list[Tensor]:
-        tables: Any = self._modules["tables"]  # not self.tables: attribute look-up in a module is slow
+        tables: Any = self._modules["tables"]  # faster than self.tables, which nn.Module.__getattr__ would look up
         if self._fused:
             return [table.__dict__["weight"] for table in tables._modules.values()]
         return [table._parameters["weight"] for table in tables._modules.values()]
@@ -127,22 +135,22 @@ class Trained(TrainingSurface):
     ) -> None:
         unexpected: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected, error_msgs)
-        if local_metadata.get("assign_to_params_buffers", False):  # tables go where their new rows are
+        if local_metadata.get("assign_to_params_buffers", False):  # tables move to the device of their new rows
             first = state_dict.get(f"{prefix}tables.{self.spec.tables[0].name}.weight")
             if first is not None:
                 self._moved(first.device)
         counters = {prefix + key: counter for key, counter in self.trainer.counters().items()}
-        skipped = "" if self._fused else prefix + "optim."  # what a trained module has more than one that serves
+        skipped = "" if self._fused else prefix + "optim."  # a module that only serves has no step and no seed
         unexpected_keys += [
             key for key in unexpected if key not in counters and not (skipped and key.startswith(skipped))
         ]
         for key, counter in counters.items():
-            given = state_dict.get(key)
-            if given is None:
+            loaded = state_dict.get(key)
+            if loaded is None:
                 missing_keys.append(key)
                 continue
-            wrong = wrong_counter(key, given, counter)
+            wrong = wrong_counter(key, loaded, counter)
             if wrong is not None:
                 error_msgs.append(wrong)
             elif not counter.is_meta:
-                counter.copy_(given)
+                counter.copy_(loaded)

@@ -1,4 +1,4 @@
-"""How a module's tables are trained: by a fused optimizer in the backward pass or in `step()`, or by torch's own."""
+"""How a module's tables are trained: by a fused optimizer in the backward pass or in `step()`, or by torch.optim."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from embforge.training.numbers import SEED, STEP, Numbers
 from embforge.training.rule_groups import RuleGroups
 
 SEEDS = 2**63
-"""Seeds are smaller."""
+"""Seeds must be smaller than this number."""
 
 
 class Trainer:
-    """The training of one module. `groups`: its optimizers by table, or None for torch's sparse gradients."""
+    """The training of one module. `groups`: its fused optimizers; None if its tables are parameters for torch.optim."""
 
     def __init__(self, groups: RuleGroups | None, accumulate: bool, device: torch.device) -> None:
         if accumulate and groups is None:
@@ -44,20 +44,21 @@ class Trainer:
         if groups is not None:
             self.numbers = Numbers([group.optimizer for group in groups.groups], device)
         self.scaler: GradScaler | None = None
-        """What multiplies losses, if the module was told."""
+        """The GradScaler that multiplies losses, if the user has set it."""
         self.waiting: list[pending.Pass] = []
-        """Gradients that wait for `step`, one entry per backward pass."""
+        """Accumulated gradients, one entry per backward pass."""
 
     def plans(
         self, spec: CollectionSpec, target: str, arch: str, id_dtype: str, params: Params, backward: Params | None
     ) -> dict[str, Plan]:
-        """The plans of all kernels that the module may run on such ids, by what they are for."""
+        """The plans of all kernels that the module may run on ids of this dtype, by the names in `Programs`."""
         if self.groups is None:
             return training_plans(spec, target, arch, id_dtype, params, backward)
         return self.groups.plans(spec, target, arch, id_dtype, params, backward, self.accumulate)
 
     def programs(self, plans: dict[str, Plan], kernels: str | None) -> Programs:
-        """The texts of these kernels."""
+        """The programs of these kernel plans. `kernels`: the directory with kernels that `embforge gen` wrote, or
+        None."""
         if self.groups is None:
             texts = {name: Program(plan, kernels).text for name, plan in plans.items()}
         else:
@@ -67,9 +68,9 @@ class Trainer:
     def __str__(self) -> str:
         if self.numbers is None or self.groups is None:
             return "None"
-        found = {group.name: self._described(place) for place, group in enumerate(self.groups.groups)}
-        named = ", ".join(f"{name}: {text}" for name, text in found.items())
-        return found.get("") or f"{{{named}}}"
+        texts = {group.name: self._described(place) for place, group in enumerate(self.groups.groups)}
+        named = ", ".join(f"{name}: {text}" for name, text in texts.items())
+        return texts.get("") or f"{{{named}}}"
 
     def _described(self, place: int) -> str:
         assert self.numbers is not None and self.groups is not None
@@ -79,13 +80,13 @@ class Trainer:
         return f"{update.rule.name}({', '.join(numbers)}, rounding={update.rounding!r})"
 
     def facade(self, module: Steps) -> FusedOptimizer | None:
-        """The module's optimizer as torch knows such things."""
+        """The fused optimizers of the module as one torch optimizer; None without a fused optimizer."""
         if self.numbers is None or self.groups is None:
             return None
         return FusedOptimizer(module, self.numbers, self.groups)
 
     def note_forward(self) -> None:
-        """Every forward tells. Raises for one that is repeated after rows have changed."""
+        """Called at the start of every forward. RuntimeError if a backward pass repeats it after rows have changed."""
         if self.numbers is not None:
             self.numbers.note_forward()
 
@@ -98,7 +99,7 @@ class Trainer:
         sequence_elements: int,
         parameters: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """A lookup that autograd records."""
+        """Looks up a batch so that autograd records it: the pooled results, and the flat rows of `none` features."""
         self.note_forward()
         batch = resolved(batch)
         sink = self.take if self.accumulate else None
@@ -107,33 +108,33 @@ class Trainer:
         anchor = self.numbers.anchor if trains and self.numbers is not None else None
         if trains:
             refuse_replicas()
-        given = (call, batch.values, batch.offsets, batch.batch, batch.weights, anchor)
-        found = all_applied(Lookup, *given, *parameters)
-        return found[0], found[1] if len(found) > 1 else None
+        inputs = (call, batch.values, batch.offsets, batch.batch, batch.weights, anchor)
+        results = all_applied(Lookup, *inputs, *parameters)
+        return results[0], results[1] if len(results) > 1 else None
 
     def step(self, programs: Programs, storage: Storage) -> None:
-        """One update from all gradients since the last; nothing if there are none."""
+        """Updates rows once from all accumulated gradients. Does nothing if there are none."""
         if self.numbers is None:
             return
         with self.numbers.lock:
-            if self.waiting and not (self.scales and pending.spoilt(self.waiting)):
+            if self.waiting and not (self.scales and pending.any_not_finite(self.waiting)):
                 batch, gradients = pending.as_batch(self.waiting, storage.tables[0].device)
                 hyper, counters = self.numbers.hyper, self.numbers.counters
                 run_update(programs.step, storage, batch, gradients, hyper, counters, programs)
             self.waiting = []
 
     def clip(self, programs: Programs, storage: Storage, max_norm: float) -> Tensor:
-        """Scales what has accumulated down to a norm over all tables; returns the norm before."""
+        """Scales accumulated gradients down to a norm over all tables, and returns their norm before scaling."""
         if self.numbers is None:
             raise RuntimeError(
-                "clip_grad_norm_ of the module is for a fused optimizer: give it one of embforge.optim and "
-                "accumulate=True; or make the module with sparse=False and call torch.nn.utils.clip_grad_norm_, which "
-                "takes dense gradients only"
+                "clip_grad_norm_ of the module is for a fused optimizer: make the module with an optimizer of "
+                "embforge.optim and accumulate=True; or make it with sparse=False and call "
+                "torch.nn.utils.clip_grad_norm_, which takes only dense gradients"
             )
         if not self.accumulate:
             raise RuntimeError(
                 "clip_grad_norm_ needs accumulate=True: without it rows are updated before all gradients are known; "
-                "for clipping row by row give the optimizer max_row_norm"
+                "to clip row by row, set max_row_norm of the optimizer"
             )
         with self.numbers.lock:
             if not self.waiting:
@@ -144,7 +145,8 @@ class Trainer:
         return norm
 
     def merge(self, programs: Programs, storage: Storage) -> pending.Reduced:
-        """Makes one pass of all that wait: each table's rows that occur, and the sums of their gradients."""
+        """Merges all accumulated gradients into one pass, and returns each table's rows and the sums of their
+        gradients."""
         self.waiting = [self._merged(programs, storage)]
         return self.waiting[0].reduced
 
@@ -153,10 +155,10 @@ class Trainer:
             return pending.nothing(storage.tables)
         batch, gradients = pending.as_batch(self.waiting, storage.tables[0].device)
         reduced = run_reduce(programs.merge, storage, batch, gradients, programs)
-        return pending.Pass(reduced, [verdict for one in self.waiting for verdict in one.verdicts])
+        return pending.Pass(reduced, [verdict for each in self.waiting for verdict in each.verdicts])
 
     def drop_gradients(self) -> None:
-        """Forgets what has accumulated."""
+        """Drops accumulated gradients."""
         if self.numbers is not None:
             with self.numbers.lock:
                 self.waiting = []
@@ -167,10 +169,10 @@ class Trainer:
         return self.scaler is not None and self.scaler.is_enabled()
 
     def use_scaler(self, scaler: GradScaler | None) -> None:
-        """Divides gradients by the scale of a torch.amp.GradScaler, read in every backward."""
+        """Makes updates divide gradients by the scale of a torch.amp.GradScaler, which every backward reads."""
         if self.numbers is None:
             raise ValueError(
-                "use_grad_scaler is for a fused optimizer; without one GradScaler works as with any module"
+                "use_grad_scaler is for a fused optimizer, and this module has none; use GradScaler as with any module"
             )
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"use_grad_scaler: got {scaler!r}; allowed: a torch.amp.GradScaler, or None")
@@ -180,44 +182,48 @@ class Trainer:
         if scaler is None or not scaler.is_enabled():
             self.numbers.set_grad_scale(0.0)
             return
-        if scale_of(scaler) is None:  # it makes its scale when it is first used
+        if scale_of(scaler) is None:  # a scaler makes its scale when it is first used
             device = self.numbers.hyper.device
-            place = "cpu" if device.type == "meta" else device
-            scaler.scale(torch.zeros((), dtype=torch.float32, device=place))
+            scale_device = "cpu" if device.type == "meta" else device
+            scaler.scale(torch.zeros((), dtype=torch.float32, device=scale_device))
         self.numbers.scale = scale = scale_of(scaler)
         assert scale is not None
         self.numbers.set_grad_scale(scale)
 
     def move(self, device: torch.device) -> None:
-        """Numbers and waiting gradients to another device."""
+        """Moves hyperparameters, counters and accumulated gradients to another device."""
         if self.numbers is not None and self.numbers.hyper.device != device:
             self.numbers.move(device)
-            self.waiting = [one.to(device) for one in self.waiting]
+            self.waiting = [each.to(device) for each in self.waiting]
 
     def restart(self) -> None:
-        """As before the first update."""
+        """Drops accumulated gradients and sets the step to 0, as before the first update."""
         self.drop_gradients()
         if self.numbers is not None and not self.numbers.counters.is_meta:
             self.numbers.counters[STEP] = 0
 
     def seed(self, seed: int) -> None:
-        """The key of stochastic rounding."""
+        """Sets the seed of stochastic rounding."""
         if self.numbers is None:
-            raise RuntimeError("seed() is for a fused optimizer, whose rounding it makes reproducible; there is none")
+            raise RuntimeError(
+                "seed() is for a fused optimizer, whose rounding it makes reproducible, and this module has none"
+            )
         key = index(seed) if hasattr(seed, "__index__") else -1
         if not 0 <= key < SEEDS:
             raise ValueError(f"seed={seed!r} is not allowed; a whole number, 0 <= seed < 2^63")
         self.numbers.seed(key)
 
     def counters(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beside rows and states."""
+        """The step and the seed by their keys in state dicts, which checkpoints hold in addition to rows and states."""
         if self.numbers is None:
             return {}
         return {"optim.step": self.numbers.counters[STEP], "optim.seed": self.numbers.counters[SEED]}
 
     def take(self, gradients: Gradients, reduced: pending.Reduced) -> Tensor:
-        """Lets the gradients of a backward pass wait for `step`. Returns what a loss scaler sees: infinite if they must
-        not be used."""
+        """Keeps the gradients of a backward pass until `step`.
+
+        Returns the verdict that a loss scaler reads: infinity if the gradients must not be used, or 0.
+        """
         assert self.numbers is not None
         verdicts = [pending.verdict_of(gradients, reduced)] if self.scales else []
         with self.numbers.lock:
@@ -228,16 +234,16 @@ class Trainer:
         return {**self.__dict__, "scaler": None, "waiting": []}
 
 
-def wrong_counter(key: str, given: Any, counter: Tensor) -> str | None:
-    """What is wrong with an entry of a state dict that stands for a counter, or None."""
-    if not isinstance(given, Tensor):
-        wrong = repr(given)
-    elif given.shape != counter.shape:
-        wrong = f"shape {tuple(given.shape)}"
-    elif given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        wrong = str(given.dtype)
-    elif not given.is_meta and int(given) < 0:
-        wrong = str(int(given))
+def wrong_counter(key: str, loaded: Any, counter: Tensor) -> str | None:
+    """An error message if an entry of a state dict cannot be the value of a counter; None if it can."""
+    if not isinstance(loaded, Tensor):
+        wrong = repr(loaded)
+    elif loaded.shape != counter.shape:
+        wrong = f"shape {tuple(loaded.shape)}"
+    elif loaded.is_floating_point() or loaded.is_complex() or loaded.dtype == torch.bool:
+        wrong = str(loaded.dtype)
+    elif not loaded.is_meta and int(loaded) < 0:
+        wrong = str(int(loaded))
     else:
         return None
     return f"{key}: {wrong} is not allowed; allowed: a tensor of one whole number, at least 0"

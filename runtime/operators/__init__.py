@@ -1,4 +1,4 @@
-"""The torch operators: their schemas, their implementations, and when torch gets to know them.
+"""The torch operators: their schemas, their implementations, and when they are registered with torch.
 
-Importing this package imports nothing else: `import embforge` must stay free of torch.
+Importing this package imports nothing else, because `import embforge` must not import torch.
 """

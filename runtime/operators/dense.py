@@ -1,7 +1,7 @@
-"""What the operators of tables with dense gradients do: a lookup differentiable by its tables, and its backward.
+"""The operators for tables with dense gradients: a lookup that is differentiable by its tables, and its backward.
 
-Both are pure functions with fake implementations, so a compiler holds forward and backward in its graphs. Their schemas
-are in registration.py.
+Both are pure functions with fake implementations, so that compiled graphs can contain forward and backward. Their
+schemas are in registration.py.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ def _lookup_dense_fake(
 
 
 class _Context(Context, Protocol):
-    """What a forward keeps for its backward, beside the saved tensors."""
+    """What a forward keeps for its backward in addition to the saved tensors."""
 
     programs: list[str]
-    """The programs of the tables' gradients and of the weights' gradient."""
+    """The programs for the gradients of tables and for the gradient of per-sample weights."""
     bounds_check: str
 
 
 def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     values, offsets, weights, tables, _, _, *programs, bounds_check = inputs
     ctx.mark_non_differentiable(*output[2:])
-    read = tables if ctx.needs_input_grad[2] else ()  # the gradient of weights needs the rows as they were
+    read = tables if ctx.needs_input_grad[2] else ()  # the gradient of weights needs the rows that the forward read
     ctx.save_for_backward(values, offsets, weights, *output[2:], *read)
     ctx.programs, ctx.bounds_check = programs, bounds_check
 
@@ -80,17 +80,17 @@ def _backward(ctx: _Context, grad_pooled: Tensor, grad_sequence: Tensor, *unused
     refuse_double_backward()
     values, offsets, weights, divisors, winners, *tables = ctx.saved_tensors
     reduce, weight_gradient = ctx.programs
-    given = (grad_pooled.contiguous(), grad_sequence.contiguous(), values, offsets, weights, divisors, winners)
-    of_weights = None
+    inputs = (grad_pooled.contiguous(), grad_sequence.contiguous(), values, offsets, weights, divisors, winners)
+    grad_weights = None
     if ctx.needs_input_grad[2]:
-        of_weights = torch.ops.embforge.weight_gradient(*given, tables, weight_gradient, ctx.bounds_check)
+        grad_weights = torch.ops.embforge.weight_gradient(*inputs, tables, weight_gradient, ctx.bounds_check)
     wanted = ctx.needs_input_grad[3]
     for table, want in zip(program_of(reduce).plan.spec.tables, wanted, strict=True):
         if want and not torch_computes(torch_dtype(table.dtype)):
             raise TypeError(f"table {table.name!r}: {NO_TORCH_GRADIENT}")
-    made = iter(torch.ops.embforge.dense_gradients(*given, reduce, ctx.bounds_check, wanted) if any(wanted) else ())
-    of_tables = [next(made) if want else None for want in wanted]
-    return None, None, of_weights, of_tables, None, None, None, None, None
+    dense = iter(torch.ops.embforge.dense_gradients(*inputs, reduce, ctx.bounds_check, wanted) if any(wanted) else ())
+    grad_tables = [next(dense) if want else None for want in wanted]
+    return None, None, grad_weights, grad_tables, None, None, None, None, None
 
 
 def _dense_gradients(
@@ -139,7 +139,7 @@ def _dense_gradients_fake(
 
 @lru_cache(maxsize=256)
 def _stand_ins(program: str, device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors like the tables with the memory of one number each: a reduction asks for shapes and reads no row."""
+    """Tensors with the shapes of the tables and the memory of one number each: a reduction reads no row of a table."""
     return tuple(
         torch.empty(1, dtype=torch_dtype(table.dtype), device=device).expand(table.num_embeddings, table.embedding_dim)
         for table in program_of(program).plan.spec.tables
@@ -150,7 +150,7 @@ IMPLEMENTATIONS = {
     "lookup_dense": Implementation(_lookup_dense, _lookup_dense_fake, _backward, _keep),
     "dense_gradients": Implementation(_dense_gradients, _dense_gradients_fake),
 }
-"""By the operator's name."""
+"""The implementations by operator name."""
 
 register()
 

@@ -1,7 +1,8 @@
-"""A lookup as an exported graph names it: what is computed. Which kernel does it is decided where the graph runs.
+"""A lookup as exported graphs describe it: what is computed. The process that runs a graph chooses the kernel.
 
-The text of a program (`launch/kernels.py`) is for the process that made it: it names an instruction set or a GPU's
-architecture, fields that were tuned for one machine and maybe a directory. None of this may leave with a graph.
+A program (`launch/kernels.py`) is only for the process that made it: it names an instruction set or a GPU's
+architecture, plan fields that were tuned for one machine, and maybe a directory. An exported graph must not contain any
+of this.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from embforge.launch.kernels import Program, kernel_of
 from embforge.plan_choice import choose_params, usable
 
 EXPORTED_OPS = ("forward", "resolve")
-"""What an exported graph may call."""
+"""The ops of kernels that an exported graph may call."""
 
 
 @dataclass(frozen=True)
 class ExportedLookup:
-    """A forward, or the step that turns ids into rows before it, without the choices of a machine."""
+    """A forward, or the resolve step that turns ids into rows before it, without anything that depends on a machine."""
 
     target: str
     id_dtype: str
     spec: CollectionSpec
     params: Params | None = None
-    """Plan fields that the module was given; None: they are chosen where the graph runs."""
+    """The `params` argument of the module; None: the process that runs the graph chooses plan fields."""
     batch_size: int | None = None
-    """What the module was told of its calls; it helps to choose fields."""
+    """The `batch_size` argument of the module, by which plan fields are chosen."""
     op: str = "forward"
 
     @cached_property
     def text(self) -> str:
-        """One line of JSON, which rebuilds the lookup anywhere; its schema is that of plans."""
+        """One line of JSON, from which any process can rebuild the lookup. Its schema number is that of plans."""
         data: dict[str, Any] = {
             "embforge": _version(),
             "schema": PLAN_SCHEMA,
@@ -64,17 +65,17 @@ class ExportedLookup:
 
     @classmethod
     def from_text(cls, text: str) -> ExportedLookup:
-        """The lookup that has this text. `PlanError` if it is of another schema or not one at all."""
+        """The lookup that has this text. `PlanError` if the text has another schema or does not describe a lookup."""
         try:
             data: dict[str, Any] = json.loads(text)
             schema, maker, op = data.pop("schema"), data.pop("embforge"), data["op"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"not the text of an exported lookup: {text[:80]!r}; export the model anew") from error
+            raise PlanError(f"not the text of an exported lookup: {text[:80]!r}; export the model again") from error
         if schema != PLAN_SCHEMA or op not in EXPORTED_OPS:
             raise PlanError(
                 f"this graph was exported by embforge {maker}, its lookup has schema {schema} and op {op!r}; embforge "
-                f"{_version()} runs schema {PLAN_SCHEMA} and ops {', '.join(EXPORTED_OPS)}: export the model anew with "
-                f"it, or run the graph with embforge {maker}"
+                f"{_version()} runs schema {PLAN_SCHEMA} and ops {', '.join(EXPORTED_OPS)}: export the model again "
+                f"with it, or run the graph with embforge {maker}"
             )
         try:
             data["spec"] = CollectionSpec.from_dict(data["spec"])
@@ -84,16 +85,17 @@ class ExportedLookup:
                 data["params"] = params_from(data["target"], data["params"])
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"the text of an exported lookup is damaged ({error!r}); export the model anew") from error
+            raise PlanError(f"the text of an exported lookup is damaged ({error!r}); export the model again") from error
 
     @cached_property
     def layout(self) -> CollectionLayout:
         return layout_of(self.spec)
 
     def plan_on(self, device: torch.device) -> Plan:
-        """The plan that runs on this machine's device: its fields are given, tuned here, or the default.
+        """The kernel plan that runs on a device of this machine. Its fields are those of `params`, tuned, or the
+        default.
 
-        Tuned fields count under the same conditions as a module's: `EMBFORGE_KERNELS` and `EMBFORGE_JIT` are heeded.
+        Tuned fields are used under the same conditions as in a module: `EMBFORGE_KERNELS` and `EMBFORGE_JIT` apply.
         """
         if device.type not in DEVICES_OF[self.target]:
             raise ValueError(
@@ -107,25 +109,26 @@ class ExportedLookup:
         def plan(params: Params) -> Plan:
             return Plan("forward", self.target, arch, self.id_dtype, self.spec, params)
 
-        given = {"forward": self.params, "backward": None}
-        choices = choose_params(self.spec, self.target, device, given, (), self.batch_size, self.id_dtype)
+        requested = {"forward": self.params, "backward": None}
+        choices = choose_params(self.spec, self.target, device, requested, (), self.batch_size, self.id_dtype)
         chosen = usable(choices, lambda forward, backward: {"forward": plan(forward)}, None)
         return plan(chosen["forward"].params)
 
 
 @lru_cache(maxsize=256)
 def lookup_named(text: str) -> Plan | ExportedLookup:
-    """What the text in a call of the operator says: both kinds have a spec and a layout. `PlanError` if neither."""
+    """The lookup that the `program` argument of an operator describes: a kernel plan or an exported lookup, both of
+    which have a spec and a layout. `PlanError` if it describes neither."""
     return Program.from_text(text).plan if "\n" in text else ExportedLookup.from_text(text)
 
 
 @lru_cache(maxsize=256)
 def lookup_kernel(text: str, device: torch.device) -> Any:
-    """The kernel that serves such a call on that device, as the op says; raises what `kernel_of` raises."""
+    """The kernel that an operator runs on a device for its `program` argument. Raises the errors of `kernel_of`."""
     if "\n" in text:
         program = Program.from_text(text)
         if target_named(program.plan.target).is_native and not runs_here(program.plan.arch):
-            # A graph that another machine exported when texts still named its instruction set.
+            # Another machine exported this graph with an earlier version, whose texts named the instruction set.
             program = replace(program, plan=replace(program.plan, arch=arch_of(program.plan.target, device)))
     else:
         program = Program(ExportedLookup.from_text(text).plan_on(device))
@@ -135,7 +138,7 @@ def lookup_kernel(text: str, device: torch.device) -> Any:
 def _check_known(field: str, value: object, known: Collection[str]) -> None:
     if value not in known:
         raise PlanError(
-            f"an exported lookup with {field}={value!r} is not known; allowed: {', '.join(known)}; export it anew"
+            f"an exported lookup with {field}={value!r} is not known; allowed: {', '.join(known)}; export it again"
         )
 
 

@@ -1,6 +1,7 @@
-"""What the torch operators do: defined once, whatever the spec. A plan's text says which kernel a call means.
+"""The implementations of the operators of lookups, training and updates.
 
-Their schemas are in registration.py; nothing is registered per spec.
+They are defined once for all specs: the `program` arguments of a call say which kernels it runs. Their schemas are in
+registration.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from embforge.training.numbers import MOVED, numbers_of, update_is_wanted
 
 _FP32 = torch.float32
 MAY_CHANGE = "saved_tensor_with_no_vc_check"
-"""torch's mark, in a traced graph, of an input of the backward whose version is not checked (torch 2.13)."""
+"""torch's mark, in a traced graph, for an input of the backward whose version is not checked (torch 2.13)."""
 
 
 def _lookup(
@@ -88,13 +89,13 @@ def _lookup_fake(
 
 @lru_cache(maxsize=256)
 def program_of(text: str) -> Program:
-    """The program that an operator was given the text of."""
+    """The program that an operator's argument describes."""
     return Program.from_text(text)
 
 
 @lru_cache(maxsize=256)
 def _rules(text: str) -> tuple[RulePlan, ...]:
-    """The plans of an update's program and what each trains: of one rule all tables."""
+    """The kernel plans of an update's program, each with the tables that it trains: all tables if there is one rule."""
     parts = parts_of(text)
     if parts:
         return tuple(RulePlan(program_of(part.program).plan, part.tables) for part in parts)
@@ -153,7 +154,7 @@ def _lookup_train_fake(
 
 
 def kept_results(kept: Kept, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a training forward computes, as an operator returns it: empty tensors for what there is none of."""
+    """The results of a forward kernel as an operator returns them, with empty tensors in the place of None."""
     return (
         kept.pooled,
         _or_empty(kept.sequence, kept.pooled),
@@ -165,7 +166,7 @@ def kept_results(kept: Kept, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 def kept_fake(
     values: Tensor, offsets: Tensor, sequence_rows: Sequence[int] | None, program: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same without numbers."""
+    """Tensors with the shapes and dtypes of `kept_results`, for compilers."""
     pooled, sequence = _lookup_fake(values, offsets, None, (), sequence_rows, program, "")
     layout, size = program_of(program).plan.layout, pooled.shape[0]
     divisors = (size, layout.divisor_width) if layout.divisor_width else (0,)
@@ -174,73 +175,87 @@ def kept_fake(
 
 
 class _Context(Context, Protocol):
-    """What a forward keeps for its backward, beside the saved tensors."""
+    """What a forward keeps for its backward in addition to the saved tensors."""
 
     tables: list[Tensor]
     states: list[Tensor]
     hyper: Tensor
     counters: Tensor
     programs: tuple[str, str]
-    """The programs of the backward and of the weights' gradient."""
+    """The programs of the update and of the gradient of per-sample weights."""
     bounds_check: str
     trainable: Sequence[bool]
     versions: list[int]
     """The versions of the tables when the forward ran."""
     sequences: int
-    """How many features are not pooled."""
+    """The number of features that are not pooled."""
 
 
 def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    values, offsets, weights, tables, states, _, hyper, counters, rows, _, backward, weight_gradient, bounds, train = (
-        inputs
-    )
+    (
+        values,
+        offsets,
+        weights,
+        tables,
+        states,
+        _,
+        hyper,
+        counters,
+        rows,
+        _,
+        backward,
+        weight_gradient,
+        bounds_check,
+        trainable,
+    ) = inputs
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(values, offsets, weights, *output[2:])
-    # Not saved: they are meant to have changed when the backward of a second call runs.
+    # Not saved for backward: when the backward of a second call runs, the first one is expected to have changed them.
     ctx.tables, ctx.states, ctx.hyper, ctx.counters = list(tables), list(states), hyper, counters
-    ctx.programs, ctx.bounds_check, ctx.trainable = (backward, weight_gradient), bounds, train
+    ctx.programs, ctx.bounds_check, ctx.trainable = (backward, weight_gradient), bounds_check, trainable
     ctx.versions, ctx.sequences = [table._version for table in tables], len(rows)
-    changing = [*tables, *states, hyper, counters]
-    _say_who_may_change(changing, changed=not ctx.needs_input_grad[2])  # weights' gradient needs the rows as they were
+    # The gradient of weights needs the rows that the forward read, so then they must not change.
+    _mark_inputs_that_may_change([*tables, *states, hyper, counters], may_change=not ctx.needs_input_grad[2])
 
 
-def _say_who_may_change(tensors: Sequence[Tensor], *, changed: bool) -> None:
-    """Tells a graph that is being traced which inputs of its backward may have changed since its forward.
+def _mark_inputs_that_may_change(tensors: Sequence[Tensor], *, may_change: bool) -> None:
+    """Marks, in a graph that is being traced, the inputs of its backward that may change after its forward.
 
-    It would check the versions of all, as if they had been saved, and so refuse the second of two calls.
+    Without the mark torch would check the versions of all inputs, as if they had been saved, and so refuse the backward
+    of the second of two calls.
     """
     if not is_tracing_proxies():
         return
     from torch.fx.traceback import current_meta
 
-    changed = changed and "recompute" not in current_meta  # nor may rows change under a forward that is repeated
+    may_change = may_change and "recompute" not in current_meta  # a repeated forward must read the same rows
     for tensor in tensors:
-        for proxy in proxies_of(tensor):  # none before torch 2.13: the second call stays refused
+        for proxy in proxies_of(tensor):  # there are none before torch 2.13, which therefore refuses the second call
             meta = proxy.node.meta
-            meta[MAY_CHANGE] = changed and meta.get(MAY_CHANGE, True)
+            meta[MAY_CHANGE] = may_change and meta.get(MAY_CHANGE, True)
 
 
 def _train(ctx: _Context, grad_pooled: Tensor, grad_sequence: Tensor, *unused: Tensor) -> Any:
     refuse_double_backward()
     values, offsets, weights, divisors, winners = ctx.saved_tensors
     backward, weight_gradient = ctx.programs
-    given = (grad_pooled.contiguous(), grad_sequence.contiguous(), values, offsets, weights, divisors, winners)
-    wanted = None
+    inputs = (grad_pooled.contiguous(), grad_sequence.contiguous(), values, offsets, weights, divisors, winners)
+    grad_weights = None
     if ctx.needs_input_grad[2]:
         if ctx.versions != [table._version for table in ctx.tables]:
             raise RuntimeError(ROWS_CHANGED)
-        wanted = torch.ops.embforge.weight_gradient(*given, ctx.tables, weight_gradient, ctx.bounds_check)
+        grad_weights = torch.ops.embforge.weight_gradient(*inputs, ctx.tables, weight_gradient, ctx.bounds_check)
     verdict = None
     if ctx.needs_input_grad[5]:
         verdict = torch.ops.embforge.update_(
-            *given, ctx.tables, ctx.states, ctx.hyper, ctx.counters, backward, ctx.bounds_check, ctx.trainable
+            *inputs, ctx.tables, ctx.states, ctx.hyper, ctx.counters, backward, ctx.bounds_check, ctx.trainable
         )
-        if torch.compiler.is_compiling():  # no kernel runs that would say so
+        if torch.compiler.is_compiling():  # no kernel runs, which would raise the versions
             torch.autograd.graph.increment_version(ctx.tables)
-    # torch takes a list of tensors for its elements, and so an empty one, but a list of numbers for one argument.
-    nothing = [None] * len(ctx.tables)
-    of_rows: list[None] | None = None if ctx.sequences else []
-    return None, None, wanted, nothing, nothing, verdict, None, None, of_rows, None, None, None, None, None
+    # torch counts a list of tensors as its elements, and an empty list too, but a list of numbers as one argument.
+    per_table = [None] * len(ctx.tables)
+    grad_rows: list[None] | None = None if ctx.sequences else []
+    return None, None, grad_weights, per_table, per_table, verdict, None, None, grad_rows, None, None, None, None, None
 
 
 def _update(
@@ -260,12 +275,12 @@ def _update(
     trainable: Sequence[bool],
 ) -> Tensor:
     rules = _rules(program)
-    plan = rules[0].plan  # rules differ in no row, batch or gradient
+    plan = rules[0].plan  # the plans of all rules have the same rows, batch and gradients
     batch = checked_batch(plan, values, offsets, weights, bounds_check)
     tables = rows_of(plan.layout, tables)
     check_states(rules, tables, states, hyper, counters)
     gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
-    if not update_is_wanted(hyper):  # a compiled backward is one node: only here can it be known
+    if not update_is_wanted(hyper):  # a compiled backward is one node, so that only the operator can find out
         return hyper.new_zeros(1, dtype=_FP32)
     numbers = numbers_of(hyper)
     if numbers is not None:
@@ -300,12 +315,12 @@ def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype | None = N
 
 
 def _keep_nothing(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """For a backward that only refuses."""
+    """Keeps nothing for a backward that only raises an error."""
 
 
 def _refuse_backward(ctx: Context, *gradients: Tensor) -> NoReturn:
     raise RuntimeError(
-        "embforge::lookup has no gradient: it is the operator for results that nobody differentiates; "
+        "embforge::lookup has no gradient: it is the operator for results that are not differentiated; "
         "call the module, or embforge::lookup_train"
     )
 
@@ -318,7 +333,7 @@ IMPLEMENTATIONS = {
         _weight_gradient, lambda pooled, sequence, values, *rest: values.new_empty(values.shape, dtype=_FP32)
     ),
 }
-"""By the operator's name."""
+"""The implementations by operator name."""
 
 register()
 

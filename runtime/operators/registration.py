@@ -1,8 +1,8 @@
-"""The torch operators: what they are called and take, known to torch as soon as torch is there.
+"""The schemas of the torch operators, and their registration as soon as torch is imported.
 
-A graph that torch.export or AOTInductor saved needs its operators before it is loaded, so `import embforge` registers
-them. That must cost little: schemas are texts here, and what an operator does is imported by its first call.
-Importing this module loads no torch.
+A graph that torch.export or AOTInductor has saved needs its operators before it is loaded, so `import embforge`
+registers them. That must be cheap: schemas are texts, and the implementation of an operator is imported by its first
+call. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMESPACE = "embforge"
 
 
 class Operator(NamedTuple):
-    """An operator before it is loaded."""
+    """An operator whose implementation has not been imported yet."""
 
     schema: str
     home: str
-    """The module whose `IMPLEMENTATIONS` say what it does."""
+    """The module whose `IMPLEMENTATIONS` have the operator."""
     has_backward: bool = False
 
     @property
@@ -34,16 +34,16 @@ class Operator(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """What an operator does."""
+    """The functions of an operator."""
 
     run: Callable[..., Any]
-    """On CPU and CUDA tensors."""
+    """Computes the results, on CPU and CUDA tensors."""
     fake: Callable[..., Any]
-    """Shapes and dtypes of its results, for compilers."""
+    """Makes results without numbers, only shapes and dtypes, for compilers."""
     backward: Callable[..., Any] | None = None
-    """As torch.library.register_autograd takes it; only for an operator that says it has one."""
+    """The backward that torch.library.register_autograd takes. Only an operator with `has_backward` has one."""
     keep: Callable[..., None] | None = None
-    """What a forward keeps for it: torch's `setup_context`."""
+    """Keeps what the backward needs: the `setup_context` that torch.library.register_autograd takes."""
 
 
 LOOKUP = Operator(
@@ -52,9 +52,9 @@ LOOKUP = Operator(
     "embforge.operators.lookup",
     has_backward=True,
 )
-"""For results that are not differentiated: its backward is an error. `tables`: `[rows, dim]` in layout order.
-`sequence_rows`: ids of each `none` feature; None without such features, because AOTInductor makes None of an empty list
-(torch 2.13, `OSSProxyExecutor::call_function`). `program`: see `Program`."""
+"""A lookup whose results are not differentiated: its backward raises an error. `tables`: `[rows, dim]`, in layout
+order. `sequence_rows`: the number of ids of each `none` feature; None without such features, because AOTInductor turns
+an empty list into None (torch 2.13, `OSSProxyExecutor::call_function`). `program`: see `Program`."""
 
 LOOKUP_TRAIN = Operator(
     "lookup_train(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, Tensor[] states, Tensor anchor, "
@@ -63,9 +63,10 @@ LOOKUP_TRAIN = Operator(
     "embforge.operators.lookup",
     has_backward=True,
 )
-"""A lookup whose backward updates `tables` and `states`. `tables`: `[rows, stride]`, all memory of each, because
-padding may hold states and a copy of rows alone would lose them. `anchor` is what autograd sees of them. `divisors` and
-`winners`: what the backward needs of the forward, see codegen/kernel.py. Three programs: `forward` keeps these."""
+"""A lookup whose backward updates `tables` and `states`. `tables`: `[rows, stride]`, the whole memory of each, because
+the padding may hold states, which a copy of only the rows would lose. `anchor` represents the tables in autograd.
+`divisors` and `winners`: what the backward needs of the forward, see codegen/kernel.py; the program `forward` returns
+them."""
 
 UPDATE = Operator(
     "update_(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
@@ -73,7 +74,7 @@ UPDATE = Operator(
     "str program, str bounds_check, bool[] trainable) -> Tensor",
     "embforge.operators.lookup",
 )
-"""Rows and states updated from the gradients of a lookup. Returns 0, or infinity where `hyper` has a loss scale and
+"""Updates rows and states from the gradients of a lookup. Returns 0, or infinity if `hyper` has a loss scale and
 gradients are not finite: then nothing has changed."""
 
 WEIGHT_GRADIENT = Operator(
@@ -81,7 +82,8 @@ WEIGHT_GRADIENT = Operator(
     "Tensor divisors, Tensor winners, Tensor[] tables, str program, str bounds_check) -> Tensor",
     "embforge.operators.lookup",
 )
-"""The gradient of a lookup's weights, `[ids]`. `tables`: `[rows, stride]`, or `[rows, dim]` as far apart."""
+"""The gradient of a lookup's per-sample weights, `[ids]`. `tables`: `[rows, stride]`, or `[rows, dim]` with that
+stride."""
 
 LOOKUP_DENSE = Operator(
     "lookup_dense(Tensor values, Tensor offsets, Tensor? weights, Tensor[] tables, SymInt[]? sequence_rows, "
@@ -91,25 +93,26 @@ LOOKUP_DENSE = Operator(
     has_backward=True,
 )
 """A lookup with dense gradients of `tables`, `[rows, dim]` in layout order, and gradients of `weights`. Results and
-programs are those of `lookup_train`; `reduce` adds up the gradients of rows. `sequence_rows`: as of `lookup`."""
+programs are those of `lookup_train`; `reduce` adds the gradients of each row. `sequence_rows`: see `lookup`."""
 
 DENSE_GRADIENTS = Operator(
     "dense_gradients(Tensor grad_pooled, Tensor grad_sequence, Tensor values, Tensor offsets, Tensor? weights, "
     "Tensor divisors, Tensor winners, str program, str bounds_check, bool[] wanted) -> Tensor[]",
     "embforge.operators.dense",
 )
-"""The gradients of those tables of a lookup that are wanted, `[rows, dim]` each. Rows are not read, so tables may have
-changed since the forward."""
+"""The gradients of the tables of a lookup that `wanted` selects, `[rows, dim]` each. It reads no rows, so tables may
+have changed since the forward."""
 
 GATHER = Operator(
     "gather(Tensor ids, Tensor weight, int padding_idx) -> Tensor", "embforge.functional", has_backward=True
 )
-"""Rows of one weight, `[ids, dim]`; zeros for ids that are no row."""
+"""Rows of one weight, `[ids, dim]`, with zeros for ids that are not rows of it."""
 
 RESOLVE = Operator(
     "resolve(Tensor values, Tensor offsets, Tensor[] remaps, str program) -> Tensor", "embforge.operators.resolve"
 )
-"""Turns the ids of remapped tables into rows, before a lookup. `remaps`: the row of each id, by table."""
+"""The resolve step: turns the ids of remapped tables into rows before a lookup. `remaps`: the row of each id, by
+table."""
 
 OPERATORS = (RESOLVE, LOOKUP, LOOKUP_TRAIN, UPDATE, WEIGHT_GRADIENT, LOOKUP_DENSE, DENSE_GRADIENTS, GATHER)
 
@@ -117,8 +120,8 @@ _LOCK = Lock()
 
 
 def register() -> None:
-    """Makes torch know the operators, unless it does. Imports torch."""
-    import torch  # before the lock: a thread that is importing torch comes here at its end, and would wait for us
+    """Registers the operators with torch, unless they are registered already. Imports torch."""
+    import torch  # before the lock: a thread that is importing torch calls this function last, and would wait for us
 
     with _LOCK:
         if not hasattr(getattr(torch.ops, NAMESPACE), LOOKUP.name):  # a copy of embforge imported earlier may have
@@ -126,12 +129,12 @@ def register() -> None:
 
 
 def register_or_warn() -> None:
-    """As `register`, for an import of torch, which must not fail because of embforge."""
+    """Registers the operators at the end of an import of torch, which must not fail: errors become warnings."""
     try:
         register()
     except Exception as error:
         warn(
-            f"embforge's operators are not registered with torch: {error!r}; torch works without them, modules and "
+            f"embforge's operators are not registered with torch: {error!r}; torch works without them, but modules and "
             "saved programs of embforge do not; install a torch that this embforge supports",
             stacklevel=2,
         )
@@ -139,7 +142,7 @@ def register_or_warn() -> None:
 
 @cache
 def _library() -> torch.library.Library:
-    """Cached to keep it alive: torch drops a library's operators with it."""
+    """The library with all operators. It is cached to keep it alive, because its operators are removed with it."""
     import torch
 
     library = torch.library.Library(NAMESPACE, "DEF")
@@ -156,12 +159,12 @@ def _library() -> torch.library.Library:
 
 
 def _late(operator: Operator, part: str) -> Callable[..., Any]:
-    """A part of the operator's implementation, imported when it is first called."""
+    """A function of the operator's implementation (a field of `Implementation`), imported by its first call."""
 
     @cache
     def loaded() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(import_module(operator.home).IMPLEMENTATIONS[operator.name], part)
-        return found
+        function: Callable[..., Any] = getattr(import_module(operator.home).IMPLEMENTATIONS[operator.name], part)
+        return function
 
     def call(*arguments: Any, **named: Any) -> Any:
         return loaded()(*arguments, **named)

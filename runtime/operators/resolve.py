@@ -1,4 +1,4 @@
-"""What the operator does that turns ids into rows before a lookup. Its schema is in registration.py."""
+"""The operator of the resolve step, which turns ids into rows before a lookup. Its schema is in registration.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _resolve(values: Tensor, offsets: Tensor, remaps: Sequence[Tensor], program:
 
 
 IMPLEMENTATIONS = {"resolve": Implementation(_resolve, lambda values, *rest: torch.empty_like(values))}
-"""By the operator's name."""
+"""The implementations by operator name."""
 
 register()
 

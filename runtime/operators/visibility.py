@@ -1,4 +1,5 @@
-"""Whether a call must go through the torch operator, or may do the operator's work itself, which is faster."""
+"""Whether a call must go through torch's dispatcher, or may run the operator's implementation directly, which is
+faster."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from embforge.torch_internals import (
     tracing_state,
 )
 
-_is_compiling = torch.compiler.is_compiling  # named once, as those are
+_is_compiling = torch.compiler.is_compiling  # named once for speed, as the functions of torch_internals
 
 
 def must_be_seen(values: Tensor) -> bool:
-    """Whether somebody must see the operator: a tracer, a mode, a transform, the profiler, a subclass."""
+    """Whether something must see the operator: a compiler, a tracer, a dispatch mode, a transform, the profiler, or a
+    subclass of Tensor."""
     return (
         _is_compiling()
         or dispatch_modes() > 0
@@ -29,10 +31,12 @@ def must_be_seen(values: Tensor) -> bool:
 
 
 def has_numbers(values: Tensor) -> bool:
-    """Whether a kernel could read it: not a tracer's or a transform's stand-in."""
+    """Whether a kernel can read the tensor: it has memory, and is not what a tracer or a transform puts in its
+    place."""
     return type(values) is Tensor and not values.is_meta and functorch_level() is None and tracing_state() is None
 
 
 def leaves_process() -> bool:
-    """Whether a graph is being made that may run elsewhere, so that it must name no kernel of this machine."""
+    """Whether a graph is being traced that may run in other processes, so that it must not name a kernel of this
+    machine."""
     return is_exporting() or tracing_state() is not None

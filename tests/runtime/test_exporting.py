@@ -148,7 +148,7 @@ def test_an_unknown_schema_names_the_version_that_wrote_it() -> None:
     with torch.no_grad():
         assert torch.equal(call(module, text), module(*batch(SPEC)))
     other = re.sub('"embforge":"[^"]+"', '"embforge":"9.8"', text).replace('"schema":', '"schema":9')
-    with pytest.raises(PlanError, match=r"exported by embforge 9\.8.* schema 9\d.*export the model anew.*or run"):
+    with pytest.raises(PlanError, match=r"exported by embforge 9\.8.* schema 9\d.*export the model again.*or run"):
         call(module, other)
 
 

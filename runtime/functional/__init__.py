@@ -1,8 +1,8 @@
-"""Lookups as functions over weights that the caller owns, as in torch.nn.functional. `ef.functional`.
+"""`ef.functional`: lookups as functions of weights that the caller passes, as in torch.nn.functional.
 
-Kernels are made per dim, dtype and kind of lookup, never per number of rows: no vocabulary costs a compilation. What
-has no kernel (fp64, int8, rows that do not lie as kernels need them, a machine without a compiler) is computed by
-torch, with the same results.
+Kernels are made per dim, dtype and kind of lookup, never per number of rows: no size of a vocabulary costs a
+compilation. If there is no kernel (fp64, int8, rows without the stride or alignment that kernels need, a machine
+without a compiler), torch computes the same results.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ def embedding(
 ) -> Tensor:
     """Rows of `weight`, of which each of `tp_size` ranks may hold a part: `[*input.shape, D]`, the same on every rank.
 
-    `input`: ids, int32 or int64 of any shape, the same on every rank. An id that is no row, a negative one too, gives
-    zeros. `tp_group`: a ProcessGroup, a 1-D DeviceMesh, a rising list of ranks (its group is made in the first call) or
-    None: all ranks. `tp_rank`: this rank in it.
+    `input`: ids, int32 or int64 of any shape, the same on every rank. The result for an id that is not a row, such as a
+    negative one, is zeros. `tp_group`: a ProcessGroup, a 1-D DeviceMesh, a rising list of ranks (the first call makes
+    its group), or None for all ranks. `tp_rank`: the number of this rank in the group.
 
-    `sharding_dim=0`: a rank holds consecutive rows, those of lower ranks before its own, as many as it likes: usually
-    ceil(V / tp_size), the last ranks fewer or none. Results are summed (all-reduce). `sharding_dim=1`: a rank holds
-    consecutive columns of all rows, again as many as it likes. Results are put side by side (all-gather). Nobody has to
-    say who holds how many: ranks tell each other in the first call with a weight. They remember it by the tensor
-    object: a weight made anew for every call costs a small exchange in every call.
+    `sharding_dim=0`: each rank holds consecutive rows, after those of lower ranks. Ranks may hold different numbers of
+    rows: usually ceil(V / tp_size), and the last ranks fewer or none. Results are summed (all-reduce).
+    `sharding_dim=1`: each rank holds consecutive columns of all rows, and numbers may differ too. Results are
+    concatenated (all-gather). The numbers are not arguments: ranks exchange them in the first call with a weight, and
+    remember them by the tensor object. A weight that is a new tensor in every call costs a small exchange in every
+    call.
 
-    `per_token_scale`: a factor for each row of this rank's `weight` (int8 or fp8); the result has its dtype.
-    `padding`: zero rows that the caller thinks behind the last one, their number or a tensor of them. They are never
-    read and move no other row: their ids give zeros.
+    `per_token_scale`: a factor for each row of this rank's `weight` (int8 or fp8); the result has its dtype. `padding`:
+    rows of zeros that the caller assumes after the last row of the weight; their number, or a tensor of them. They are
+    never read and do not change the position of any row: the result for their ids is zeros.
 
-    Gradients: `weight` gets a dense one, as from F.embedding. It is assumed, as everywhere in tensor-parallel models,
-    that each rank computes the same from the result, so each already has the whole upstream gradient: the all-reduce
-    hands it on as it is, the all-gather its own columns, and backward communicates nothing.
+    `weight` gets a dense gradient, as from F.embedding. As usual in tensor-parallel models, all ranks must compute the
+    same from the result, so that each already has the whole upstream gradient: the backward of the all-reduce passes it
+    on, that of the all-gather takes this rank's columns, and neither communicates.
     """
     _check_lookup(input, weight, tp_size, sharding_dim, per_token_scale, padding)
     if tp_size == 1:
@@ -66,8 +67,10 @@ def embedding(
 def parallel_embedding(
     input: Tensor, weight: Tensor, parts: Parts | None, scale: Tensor | None = None, padding_idx: int = -1
 ) -> Tensor:
-    """`embedding` for a caller who knows the parts; None: `weight` is whole. `padding_idx`: a row of this rank's part
-    that gets no gradient."""
+    """`embedding` for a caller that knows the sizes of all ranks' parts; None if `weight` is the whole weight.
+
+    `padding_idx`: a row of this rank's part that gets no gradient.
+    """
     ids = input.reshape(-1).to(torch.int64)
     if parts is not None and parts.dim == 0:
         ids = ids - parts.first
@@ -78,40 +81,43 @@ def parallel_embedding(
 
 
 def _rows(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
-    """`[n, D]`, zeros for ids that are no row."""
+    """The rows of these ids, `[n, D]`, with zeros for ids that are not rows."""
     if (weight.requires_grad and torch.is_grad_enabled()) or must_be_seen(ids) or weight.is_meta:
         return torch.ops.embforge.gather(ids, weight, padding_idx)  # type: ignore[no-any-return]
     return _gather(ids, weight, padding_idx)
 
 
 def _gather(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-    found = _run_gather(ids, weight, None, weight.dtype)
-    return _gather_by_torch(ids, weight) if found is None else found
+    rows = _run_gather(ids, weight, None, weight.dtype)
+    return _gather_by_torch(ids, weight) if rows is None else rows
 
 
 def _run_gather(ids: Tensor, weight: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """By the kernel, in one pass over the rows; None if there is none."""
+    """The rows of these ids, each multiplied by its factor, computed by a kernel in one pass; None if there is no
+    kernel."""
     count = ids.numel()
     programs = programs_for(weight, dtype, EACH_ROW, factors is not None) if count and len(weight) else None
     kernel = None if programs is None else forward_kernel(programs.forward)
     if kernel is None:
         return None
-    # Made on the device: a copy would wait for it.
+    # Made on the device, because a copy from the host would wait for the device.
     borders = torch.arange(0, count + 1, count, dtype=torch.int64, device=ids.device)
     batch = Batch(ids.contiguous().resolve_neg(), borders, factors, 1, None)
     _, rows = kernel(metadata_of([weight], "zero"), [weight], batch, count * weight.shape[1], "zero")
     assert rows is not None
-    return rows.resize_(count, weight.shape[1])  # no view: of an operator's result, views cannot be written to
+    return rows.resize_(
+        count, weight.shape[1]
+    )  # not a view, because a view returned by an operator cannot be written to
 
 
 def _gather_by_torch(ids: Tensor, weight: Tensor) -> Tensor:
-    """The same in torch operations that autograd knows."""
+    """The rows of these ids, computed by torch operations that autograd can differentiate."""
     rows = _gather_rows(ids, as_indexable(weight))
     return rows if rows.dtype == weight.dtype else rows.view(weight.dtype)
 
 
 def _gather_rows(ids: Tensor, weight: Tensor) -> Tensor:
-    if not len(weight):  # the sum of no rows: zeros, and a graph all the same
+    if not len(weight):  # the sum of no rows is zeros that depend on the weight, so that autograd still has a graph
         return weight.new_zeros(len(ids), weight.shape[1]) + weight.sum(0, dtype=weight.dtype)
     absent = (ids < 0) | (ids >= len(weight))
     return weight.index_select(0, ids.masked_fill(absent, 0)).masked_fill(absent[:, None], 0)
@@ -120,14 +126,14 @@ def _gather_rows(ids: Tensor, weight: Tensor) -> Tensor:
 def _scaled_rows(ids: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     factors = _gather_by_torch(ids, scale[:, None])
     if not (factors.requires_grad or must_be_seen(ids)):
-        found = _run_gather(ids, weight, factors.view(-1).float().resolve_neg(), scale.dtype)
-        if found is not None:
-            return found
+        rows = _run_gather(ids, weight, factors.view(-1).float().resolve_neg(), scale.dtype)
+        if rows is not None:
+            return rows
     return _gather_by_torch(ids, weight).to(scale.dtype) * factors
 
 
 class _Context(Context, Protocol):
-    """What a forward keeps for its backward, beside the saved tensors."""
+    """What a forward keeps for its backward in addition to the saved tensors."""
 
     rows: int
     padding_idx: int
@@ -142,9 +148,9 @@ def _keep(ctx: _Context, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> 
 def _gather_backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     (ids,) = ctx.saved_tensors
     absent = (ids < 0) | (ids >= ctx.rows) | (ids == ctx.padding_idx)
-    # What has no row goes to one more, behind the last: no pass over gradients to blank them.
-    kept = ids.masked_fill(absent, ctx.rows)
-    return None, torch.ops.aten.embedding_dense_backward(gradient, kept, ctx.rows + 1, -1, False)[: ctx.rows], None  # type: ignore[return-value]
+    # Gradients without a row are added to an extra row after the last, which saves a pass that would set them to zero.
+    rows = ids.masked_fill(absent, ctx.rows)
+    return None, torch.ops.aten.embedding_dense_backward(gradient, rows, ctx.rows + 1, -1, False)[: ctx.rows], None  # type: ignore[return-value]
 
 
 def _gather_fake(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
@@ -152,7 +158,7 @@ def _gather_fake(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
 
 
 IMPLEMENTATIONS = {"gather": Implementation(_gather, _gather_fake, _gather_backward, _keep)}
-"""By the operator's name."""
+"""The implementations by operator name."""
 
 register()
 
@@ -178,7 +184,5 @@ def _check_lookup(
             )
     wide = isinstance(padding, Tensor) and padding.dim() == 2 and padding.shape[1] == weight.shape[1]
     if not (padding is None or wide or (isinstance(padding, int) and padding >= 0)):
-        given = f"a tensor {tuple(padding.shape)}" if isinstance(padding, Tensor) else repr(padding)
-        raise ValueError(
-            f"padding: {given}; allowed: a number of rows from 0, a tensor [n, {weight.shape[1]}], or None"
-        )
+        got = f"a tensor {tuple(padding.shape)}" if isinstance(padding, Tensor) else repr(padding)
+        raise ValueError(f"padding: {got}; allowed: a number of rows from 0, a tensor [n, {weight.shape[1]}], or None")

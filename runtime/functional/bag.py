@@ -1,4 +1,4 @@
-"""`embedding_bag`: F.embedding_bag, by generated kernels."""
+"""`embedding_bag`: F.embedding_bag, computed by generated kernels."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of rows of `weight`, pooled: `[bags, D]`. Arguments, results and gradients are F.embedding_bag's.
+    """Pools bags of rows of `weight`: `[bags, D]`. Arguments, results and gradients are those of F.embedding_bag.
 
-    Rows are added in float32 whatever the dtype, in an order that no number of threads changes. An id outside of
-    `weight` raises IndexError; on a GPU, where nobody waits, it is a device-side assertion, as torch's. `sparse=True`
-    gives a coalesced gradient, for mode 'max' too. Of a weight of fp64, or whose rows do not lie as kernels need them
-    (rows of a size that no good alignment divides, strided ones), torch computes the bags. `scale_grad_by_freq` is
-    refused, and so are second derivatives. With `include_last_offset`, ids after the end of the last bag are in no bag,
-    as torch documents; its own kernels do so for some dtypes only, and then give those ids arbitrary gradients. On a
-    GPU such ids are refused, because to find them is to wait for the device.
+    Rows are added in float32 whatever the dtype, in an order that does not depend on the number of threads. An id
+    outside `weight` raises IndexError; on a GPU it fails a device-side assertion, as in torch, because the call does
+    not wait for the device. `sparse=True` makes a coalesced gradient, also for mode 'max'. torch computes the bags if
+    the weight is fp64 or its rows do not have the stride or alignment that kernels need. `scale_grad_by_freq` and
+    second derivatives are refused. With `include_last_offset`, ids after the end of the last bag are in no bag, as
+    torch documents; torch's own kernels do so only for some dtypes, and then compute arbitrary gradients for those ids.
+    On a GPU such ids are refused, because finding them would wait for the device.
     """
     values, borders, factors = _flat(input, weight, offsets, mode, per_sample_weights, include_last_offset)
     if scale_grad_by_freq:
@@ -56,18 +56,18 @@ def embedding_bag(
     if texts is None or forward_kernel(program) is None:
         sparse = sparse and mode != "max"
         return F.embedding_bag(values, weight, borders, None, 2, False, mode, sparse, factors, True, padding)
-    if padding is not None:  # ids that are no row are absent: no kernel needs to know which one pads
+    if padding is not None:  # kernels treat ids that are not rows as absent, so that they need no padding id
         values = values.masked_fill(values == padding, -1)
     return applied(_Bags, _Call(texts, program, sparse), values, borders, weight, factors)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call asks for, beside its tensors."""
+    """What a call computes, apart from its tensors."""
 
     texts: Texts
     program: str
-    """The one of them that the forward runs."""
+    """The program of these that the forward runs."""
     sparse: bool
 
 
@@ -77,16 +77,17 @@ def _batch(values: Tensor, borders: Tensor, factors: Tensor | None) -> Batch:
 
 
 class _Context(Context, Protocol):
-    """What a forward keeps for its backward, beside the saved tensors."""
+    """What a forward keeps for its backward in addition to the saved tensors."""
 
     call: _Call
     weight: Tensor
 
 
 class _Bags(torch.autograd.Function):
-    """`apply(call, values, borders, weight, per-sample weights)`.
+    """`apply(call, values, borders, weight, factors)` returns the pooled bags.
 
-    `values` and `borders` (one more than bags) are int64, 1-D and contiguous.
+    `values` and `borders` (where each bag begins, and where the last one ends) are int64, 1-D and contiguous.
+    `factors`: the per-sample weights, or None.
     """
 
     @staticmethod
@@ -95,8 +96,8 @@ class _Bags(torch.autograd.Function):
     ) -> Tensor:
         kept = run_forward(call.program, _storage(weight), _batch(values, borders, factors), 0)
         ctx.call, ctx.weight = call, weight.detach()
-        # What is saved may not change until the backward: torch raises. Rows only count where per-sample weights do,
-        # whose gradient needs them as they are now.
+        # torch raises an error if a saved tensor changes before the backward. Rows are saved only with per-sample
+        # weights, whose gradient needs the rows that the forward read.
         ctx.save_for_backward(
             values, borders, None if factors is None else weight, factors, kept.divisors, kept.winners
         )
@@ -109,23 +110,23 @@ class _Bags(torch.autograd.Function):
         values, borders, _, factors, divisors, winners = ctx.saved_tensors
         storage, batch = _storage(weight), _batch(values, borders, factors)
         gradients = Gradients(readable(gradient), None, divisors, winners)
-        of_weight = of_factors = None
+        grad_weight = grad_factors = None
         if ctx.needs_input_grad[3]:
-            ((rows, found),) = run_reduce(call.texts.reduce, storage, batch, gradients)
-            of_weight = _spread(rows, found.to(weight.dtype), weight, call.sparse)
+            ((rows, sums),) = run_reduce(call.texts.reduce, storage, batch, gradients)
+            grad_weight = _gradient(rows, sums.to(weight.dtype), weight, call.sparse)
         if ctx.needs_input_grad[4]:
-            of_factors = run_weight_gradient(call.texts.weight_gradient, storage, batch, gradients).to(factors.dtype)
-        return None, None, None, of_weight, of_factors
+            grad_factors = run_weight_gradient(call.texts.weight_gradient, storage, batch, gradients).to(factors.dtype)
+        return None, None, None, grad_weight, grad_factors
 
 
 def _storage(weight: Tensor) -> Storage:
     return Storage([weight.detach()], [weight.new_empty(0)], [True], "zero")
 
 
-def _spread(rows: Tensor, found: Tensor, weight: Tensor, sparse: bool) -> Tensor:
+def _gradient(rows: Tensor, sums: Tensor, weight: Tensor, sparse: bool) -> Tensor:
     if sparse:
-        return torch.sparse_coo_tensor(rows[None], found, weight.shape, is_coalesced=True, check_invariants=False)
-    return torch.zeros_like(weight).index_copy_(0, rows, found)
+        return torch.sparse_coo_tensor(rows[None], sums, weight.shape, is_coalesced=True, check_invariants=False)
+    return torch.zeros_like(weight).index_copy_(0, rows, sums)
 
 
 def _flat(
@@ -136,7 +137,7 @@ def _flat(
     factors: Tensor | None,
     include_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids, where bags begin and the last ends, and the weights of ids. Refuses what F.embedding_bag refuses."""
+    """The ids, the borders of bags, and the per-sample weights of a call. Refuses what F.embedding_bag refuses."""
     check_ids("input", input)
     check_device(weight, input=input, offsets=offsets, per_sample_weights=factors)
     if weight.dim() != 2:
@@ -154,20 +155,22 @@ def _flat(
         factors = factors.reshape(-1)
     if input.dim() == 2:
         if offsets is not None:
-            raise ValueError("offsets cannot go with a 2-D input, whose rows are the bags; give offsets=None")
+            raise ValueError("offsets cannot go with a 2-D input, whose rows are the bags; pass offsets=None")
         bags, length = input.shape
         return _ids(input), torch.arange(bags + 1, dtype=torch.int64, device=input.device) * length, factors
     if input.dim() != 1:
         raise ValueError(f"input: shape {tuple(input.shape)}; allowed: 1-D with offsets, 2-D without")
     if offsets is None or offsets.dim() != 1 or (include_last and not offsets.numel()):
-        given = "None" if offsets is None else f"shape {tuple(offsets.shape)}"
-        raise ValueError(f"offsets: {given}; a 1-D input needs 1-D offsets, include_last_offset=True at least one")
+        got = "None" if offsets is None else f"shape {tuple(offsets.shape)}"
+        raise ValueError(
+            f"offsets: {got}; a 1-D input needs 1-D offsets, with include_last_offset=True at least one offset"
+        )
     check_ids("offsets", offsets)
     values, borders = _ids(input), _ids(offsets)
     if not include_last:
         return values, F.pad(borders, (0, 1), value=input.numel()), factors
     end = int(borders[-1]) if borders.is_cpu else values.numel()
-    if 0 <= end < values.numel():  # what follows is in no bag
+    if 0 <= end < values.numel():  # the ids after the end are in no bag
         values, factors = values[:end], None if factors is None else factors[:end]
     return values, borders, factors
 
@@ -186,7 +189,7 @@ def _padding_row(weight: Tensor, padding_idx: int | None) -> int | None:
 
 
 def _check_range(values: Tensor, weight: Tensor) -> None:
-    """Here, because kernels do not know a vocabulary and so could not say what is wrong."""
+    """Raises IndexError for an id that is not a row. Kernels for any number of rows do not check ids."""
     rows = weight.shape[0]
     if not values.numel() or values.is_meta:
         return

@@ -1,4 +1,4 @@
-"""Kernels for weights that a caller gives: per dim, dtype and kind of lookup, not per number of rows."""
+"""Kernels for weights that a caller passes: one per dim, dtype and kind of lookup, for any number of rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from embforge.launch.kernels import Kernel, Program, kernel_of
 
 _NAME_OF: dict[torch.dtype, str] = {getattr(torch, DTYPES[name].torch_name): name for name in TABLE_DTYPES}
 _ROW_LIMITS = (2**31 - 1, MAX_ROWS)
-"""Kernels know no vocabulary, only which of these it stays below: numbers of rows take 4 bytes or 8."""
+"""Kernels are made for at most one of these numbers of rows: a row's number takes 4 bytes or 8."""
 
 
 class Texts(NamedTuple):
-    """Programs of one kind of lookup, and how rows must lie for them."""
+    """The programs of one kind of lookup, and the stride (in elements) and alignment (in bytes) that rows must have."""
 
     forward: str
     train: str
@@ -34,17 +34,17 @@ class Texts(NamedTuple):
 
 
 def programs_for(weight: Tensor, dtype: torch.dtype, pooling: str, weighted: bool) -> Texts | None:
-    """None if no kernel reads such a weight or writes such results."""
+    """The programs that look rows of `weight` up and return `dtype`; None if there are no kernels for these tensors."""
     names = _NAME_OF.get(weight.dtype), _NAME_OF.get(dtype)
     rows, dim = weight.shape
     if names[0] is None or names[1] not in OUTPUT_DTYPES or not 1 <= dim <= MAX_DIM or rows > MAX_ROWS:
         return None
     device = weight.device if weight.is_cuda else None
     texts = _texts(device, dim, names[0], names[1], pooling, weighted, rows > _ROW_LIMITS[0])
-    lies = weight.stride() == (texts.stride, 1) or (rows == 1 and weight.stride(1) == 1)
-    if weight.is_neg():  # its memory holds other numbers, which torch negates when it reads them
+    has_stride = weight.stride() == (texts.stride, 1) or (rows == 1 and weight.stride(1) == 1)
+    if weight.is_neg():  # its memory holds negated numbers, which torch negates again when it reads them
         return None
-    return texts if lies and weight.data_ptr() % texts.alignment == 0 else None
+    return texts if has_stride and weight.data_ptr() % texts.alignment == 0 else None
 
 
 @lru_cache(maxsize=1024)
@@ -61,30 +61,32 @@ def _texts(
     arch = arch_of(target, device or torch.device("cpu"))
     plans = training_plans(spec, target, arch, "int64", params_type(target, "forward")())
     text = {name: Program(plan).text for name, plan in plans.items()}
-    placed = plans["forward"].layout.tables[0]
-    behind = text["reduce"], text.get("weight_gradient", "")
-    return Texts(text["forward"], text["train"], *behind, placed.stride_elements, placed.alignment)
+    layout = plans["forward"].layout.tables[0]
+    weight_gradient = text.get("weight_gradient", "")
+    return Texts(
+        text["forward"], text["train"], text["reduce"], weight_gradient, layout.stride_elements, layout.alignment
+    )
 
 
 @lru_cache(maxsize=1024)
 def forward_kernel(program: str) -> Kernel | None:
-    """None where kernels cannot be made; torch can do without."""
+    """The kernel of a forward program; None, with a warning, if it cannot be built, because torch can do the lookup."""
     try:
         kernel: Kernel = kernel_of(program)
     except (MissingKernelError, ToolchainError) as error:
-        warn(f"embforge.functional: torch does this lookup, slower, because {error}", stacklevel=4)
+        warn(f"embforge.functional: torch does this lookup, more slowly, because {error}", stacklevel=4)
         return None
     return kernel
 
 
 def check_ids(name: str, ids: Tensor) -> None:
-    """TypeError for what are no ids."""
+    """Raises TypeError if a tensor has a dtype that ids cannot have."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: dtype {ids.dtype} is not allowed; allowed: torch.int32, torch.int64")
 
 
 def check_device(weight: Tensor, **others: Tensor | None) -> None:
-    """ValueError for an argument that is not where the weight is."""
+    """Raises ValueError if an argument is not on the device of the weight."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != weight.device:
             raise ValueError(f"{name}: on device {tensor.device}, weight is on {weight.device}; move one of them")

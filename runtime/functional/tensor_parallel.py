@@ -1,6 +1,7 @@
-"""A weight of which every rank of a group holds a part: who holds what, and the collectives that join results.
+"""Weights that are split over the ranks of a process group: which rank holds what, and the collectives that join
+results.
 
-One code for NCCL and gloo: the tensors' device decides.
+The same code serves NCCL and gloo: torch chooses by the tensors' device.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from embforge.number_formats import as_indexable
 
 
 class Parts(NamedTuple):
-    """Who holds how much of a weight."""
+    """How much of a weight each rank of a group holds."""
 
     group: dist.ProcessGroup | None
     rank: int
+    """The number of this rank in the group."""
     dim: int
+    """The dimension that is split: 0 for rows, 1 for columns."""
     sizes: tuple[int, ...]
-    """Rows (dim 0) or columns (dim 1) of every rank."""
+    """The number of rows or columns of each rank."""
 
     @property
     def first(self) -> int:
@@ -38,17 +41,17 @@ class Parts(NamedTuple):
 
 
 def summed(partial: Tensor, parts: Parts) -> Tensor:
-    """The sum of every rank's `partial`, in its memory."""
+    """The sum of the `partial` of all ranks. It overwrites `partial`."""
     return applied(_Sum, partial, parts)
 
 
 def side_by_side(own: Tensor, parts: Parts) -> Tensor:
-    """`[n, D]` from every rank's columns `[n, d]`."""
+    """`[n, D]`, the columns `[n, d]` of all ranks in their order."""
     return applied(_Columns, own, parts)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, in place. Its gradient is handed on: every rank has the whole of it."""
+    """The sum over ranks, in place. Its backward passes the gradient on, because every rank has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Context, partial: Tensor, parts: Parts) -> Tensor:
@@ -63,14 +66,15 @@ class _Sum(torch.autograd.Function):
 
 
 class _ColumnsContext(Context, Protocol):
-    """Where a rank's columns begin in the whole, and how many they are."""
+    """The position and the number of this rank's columns in the result."""
 
     first: int
     width: int
 
 
 class _Columns(torch.autograd.Function):
-    """The columns of all ranks side by side. The gradient of a rank's columns is its slice."""
+    """The columns of all ranks, concatenated. The gradient of this rank's columns is their slice of the whole
+    gradient."""
 
     @staticmethod
     def forward(ctx: _ColumnsContext, own: Tensor, parts: Parts) -> Tensor:
@@ -83,7 +87,7 @@ class _Columns(torch.autograd.Function):
 
 
 def gathered_columns(own: Tensor, parts: Parts) -> Tensor:
-    """`[n, D]` from every rank's `[n, own columns]`."""
+    """The columns of all ranks, `[n, D]`, of which this rank holds `[n, own columns]`."""
     blocks = _gathered(F.pad(as_indexable(own), (0, max(parts.sizes) - own.shape[1])), parts)
     return _as_received(
         torch.cat([block[:, :size] for block, size in zip(blocks, parts.sizes, strict=True)], 1), own.dtype
@@ -91,13 +95,13 @@ def gathered_columns(own: Tensor, parts: Parts) -> Tensor:
 
 
 def gathered_rows(own: Tensor, parts: Parts) -> Tensor:
-    """`[V, d]` from every rank's `[own rows, d]`."""
+    """The rows of all ranks, `[V, d]`, of which this rank holds `[own rows, d]`."""
     blocks = _gathered(F.pad(as_indexable(own), (0, 0, 0, max(parts.sizes) - own.shape[0])), parts)
     return _as_received(torch.cat([block[:size] for block, size in zip(blocks, parts.sizes, strict=True)]), own.dtype)
 
 
 def _gathered(block: Tensor, parts: Parts) -> Tensor:
-    """`[ranks, *shape]` from equal blocks."""
+    """The blocks of all ranks, `[ranks, *shape]`. All blocks must have the same shape."""
     result = block.new_empty(len(parts.sizes), *block.shape)
     if block.numel():
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -111,54 +115,57 @@ def _as_received(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 _Lists = dict[tuple[int, ...], "dist.ProcessGroup"]
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Lists] = weakref.WeakKeyDictionary()
-"""Groups made for lists of ranks, by the default group: they go when that is destroyed."""
+"""Groups that were made for lists of ranks, by default group. They are forgotten when the default group is
+destroyed."""
 
 
-def group_of(given: object, size: int, rank: int | None) -> dist.ProcessGroup:
-    """The ProcessGroup that `tp_group` means; ValueError if `tp_size` and `tp_rank` are not this process's in it."""
+def group_of(argument: object, size: int, rank: int | None) -> dist.ProcessGroup:
+    """The ProcessGroup that the argument `tp_group` means. ValueError if `tp_size` is not its size, or `tp_rank` not
+    the number of this process in it."""
     if not isinstance(rank, int):
-        raise ValueError(f"tp_rank={rank!r} with tp_size={size}; give this rank's number in tp_group, from 0")
-    group = process_group_of(given, "tp_group")
-    found = dist.get_world_size(group), dist.get_rank(group)
-    if found != (size, rank):
-        where = "does not hold this process" if found[1] < 0 else f"has {found[0]} ranks, this one is {found[1]}"
-        raise ValueError(f"tp_group {where}; tp_size={size}, tp_rank={rank} do not fit it")
+        raise ValueError(f"tp_rank={rank!r} with tp_size={size}; pass the number of this rank in tp_group, from 0")
+    group = process_group_of(argument, "tp_group")
+    own_size, own_rank = dist.get_world_size(group), dist.get_rank(group)
+    if (own_size, own_rank) != (size, rank):
+        problem = "does not hold this process" if own_rank < 0 else f"has {own_size} ranks, this one is {own_rank}"
+        raise ValueError(f"tp_group {problem}; tp_size={size}, tp_rank={rank} do not fit it")
     return group
 
 
-def process_group_of(given: object, name: str) -> dist.ProcessGroup:
-    """The ProcessGroup that an argument of that name means: itself, a 1-D DeviceMesh, a list of ranks, None: all."""
+def process_group_of(argument: object, name: str) -> dist.ProcessGroup:
+    """The ProcessGroup that the argument `name` means: a ProcessGroup, a 1-D DeviceMesh, a list of ranks, or None,
+    which means all ranks. ValueError for anything else."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(f"{name}: torch.distributed is not initialised; call init_process_group first, see torchrun")
     world = dist.group.WORLD
-    assert world is not None  # as it is initialised
-    if given is None:
+    assert world is not None  # because torch.distributed is initialised
+    if argument is None:
         return world
-    if isinstance(given, dist.ProcessGroup):
-        return given
-    if hasattr(given, "get_group") and getattr(given, "ndim", 0) == 1:
-        own: dist.ProcessGroup = given.get_group()
-        return own
-    ranks = tuple(given) if isinstance(given, Sequence) else ()
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    if hasattr(argument, "get_group") and getattr(argument, "ndim", 0) == 1:
+        of_mesh: dist.ProcessGroup = argument.get_group()
+        return of_mesh
+    ranks = tuple(argument) if isinstance(argument, Sequence) else ()
     if not ranks or not all(isinstance(r, int) for r in ranks) or list(ranks) != sorted(set(ranks)):
         raise ValueError(
-            f"{name}={given!r} is not allowed; allowed: a ProcessGroup, a 1-D DeviceMesh, a rising list of ranks, or "
-            "None: all ranks"
+            f"{name}={argument!r} is not allowed; allowed: a ProcessGroup, a 1-D DeviceMesh, a rising list of ranks, "
+            "or None for all ranks"
         )
     if ranks == tuple(range(dist.get_world_size())):
         return world
-    made = _GROUPS.setdefault(world, {})
-    if ranks not in made:
+    groups = _GROUPS.setdefault(world, {})
+    if ranks not in groups:
         if dist.get_rank() not in ranks:
             raise ValueError(f"{name}={list(ranks)} does not hold this process, rank {dist.get_rank()}")
-        group = dist.new_group(list(ranks), use_local_synchronization=True)  # others need not know
-        made[ranks] = end_at_exit(group)
-    return made[ranks]
+        group = dist.new_group(list(ranks), use_local_synchronization=True)  # other ranks do not take part
+        groups[ranks] = end_at_exit(group)
+    return groups[ranks]
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What ranks told each other about a weight."""
+class _Exchanged:
+    """What the ranks of a group have exchanged about a weight."""
 
     group: weakref.ref[dist.ProcessGroup]
     shape: tuple[int, ...]
@@ -166,44 +173,47 @@ class _Told:
     sizes: tuple[int, ...]
 
 
-_TOLD: Any = WeakIdKeyDictionary()
-"""By weight. An entry goes with its weight, and counts for one group only."""
+_EXCHANGED: Any = WeakIdKeyDictionary()
+"""What ranks have exchanged, by weight. An entry is removed with its weight, and is valid for one group only."""
 
 
 def parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> Parts:
-    """The parts of the weight that ranks of the group hold. They tell each other in the first call with a weight."""
-    if torch.compiler.is_compiling():  # a compiler leaves it to Python. No decorator: that would import the compiler
-        found: Parts = torch.compiler.disable(_parts_of)(weight, group, dim)
-        return found
+    """How the ranks of the group share a weight. They exchange it in the first call with the weight."""
+    if torch.compiler.is_compiling():  # not traced; torch.compiler.disable as a decorator would import the compiler
+        parts: Parts = torch.compiler.disable(_parts_of)(weight, group, dim)
+        return parts
     return _parts_of(weight, group, dim)
 
 
 def _parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> Parts:
-    told: _Told | None = _TOLD.get(weight)
-    if told is None or told.group() is not group:
-        told = _TOLD[weight] = _Told(weakref.ref(group), tuple(weight.shape), dim, _tell(weight, group, dim))
-    if told.shape != tuple(weight.shape):
+    known: _Exchanged | None = _EXCHANGED.get(weight)
+    if known is None or known.group() is not group:
+        sizes = _exchange_sizes(weight, group, dim)
+        known = _EXCHANGED[weight] = _Exchanged(weakref.ref(group), tuple(weight.shape), dim, sizes)
+    if known.shape != tuple(weight.shape):
         raise ValueError(
-            f"weight: shape {tuple(weight.shape)} was {told.shape} when ranks told each other their parts; "
+            f"weight: shape {tuple(weight.shape)} was {known.shape} when ranks exchanged the sizes of their parts; "
             "make a new tensor on every rank instead of resizing one"
         )
-    if dim != told.dim:
-        raise ValueError(f"sharding_dim={dim} for a weight that was said to be split along {told.dim}")
-    return Parts(group, dist.get_rank(group), dim, told.sizes)
+    if dim != known.dim:
+        raise ValueError(
+            f"sharding_dim={dim} for a weight that was said to be split along {known.dim} in an earlier call"
+        )
+    return Parts(group, dist.get_rank(group), dim, known.sizes)
 
 
-def _tell(weight: Tensor, group: dist.ProcessGroup, dim: int) -> tuple[int, ...]:
-    """Sizes along `dim` of every rank's part. ValueError on all ranks if their parts are not of one table."""
+def _exchange_sizes(weight: Tensor, group: dist.ProcessGroup, dim: int) -> tuple[int, ...]:
+    """The size of each rank's part along `dim`. ValueError on all ranks if the parts do not belong to one weight."""
     facts = [*weight.shape, dim, zlib.crc32(str(weight.dtype).encode())]
     own = torch.tensor(facts, dtype=torch.int64, device=weight.device)
-    words = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(words, own, group=group)
-    told = [word.tolist() for word in words]
-    first = told[0]
-    for rank, other in enumerate(told):
+    received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, own, group=group)
+    by_rank = [each.tolist() for each in received]
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
         if other[2:] != first[2:] or other[1 - first[2]] != first[1 - first[2]]:
             raise ValueError(
                 f"weight: rank {rank} of tp_group holds {other[:2]} with sharding_dim={other[2]}, rank 0 {first[:2]} "
                 f"with sharding_dim={first[2]}, or they differ in dtype; all must hold parts of one table"
             )
-    return tuple(word[dim] for word in told)
+    return tuple(each[dim] for each in by_rank)

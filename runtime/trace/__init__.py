@@ -1,1 +1,1 @@
-"""The file that a trace of calls is written to: `embforge.record` writes it, `embforge tune` reads it."""
+"""The file format of traces, which hold recorded calls: `embforge.record` writes them, `embforge tune` reads them."""

@@ -1,7 +1,7 @@
-"""Arrays in a `.npz` file, read without believing it: nothing is unpickled, and no more memory is taken than is there.
+"""Reads arrays from an untrusted `.npz` file: nothing is unpickled, and memory use is limited.
 
-An archive may say that a few bytes are a terabyte, in the table of its files or in the head of an array. The table is
-compared with what is allowed before anything is unpacked, and the head with the bytes that follow it.
+An archive may claim that a few bytes are a terabyte, in its list of files or in the header of an array. The sizes in
+the list are compared with the limit before anything is unpacked, and each header with the bytes that follow it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 
 
 def read_arrays(path: Path, most: int) -> dict[str, NDArray[Any]]:
-    """All arrays of the archive by their names, at most so many bytes of them.
+    """All arrays of an archive by name. `most`: the limit in bytes, of the file and of its arrays together.
 
-    `FileNotFoundError` if there is no file, `DocumentError` if it is anything else.
+    `FileNotFoundError` if there is no file, `DocumentError` if it is not such an archive or is over the limit.
     """
     data = read_file(path, most)
     if data.startswith(npy.MAGIC_PREFIX):
-        raise DocumentError("it is one array, and no archive of several")
+        raise DocumentError("it is a single array, not an archive of arrays")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
@@ -38,12 +38,12 @@ def read_arrays(path: Path, most: int) -> dict[str, NDArray[Any]]:
             return {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
     except DocumentError:
         raise
-    except Exception as error:  # zipfile and numpy say nowhere what damage makes them raise
+    except Exception as error:  # zipfile and numpy do not document what they raise for damaged files
         raise DocumentError(f"{type(error).__name__}: {error}") from error
 
 
 def _array(data: bytes) -> NDArray[Any]:
-    """One array; `ValueError` if its head and its bytes do not agree."""
+    """One array. `ValueError` if its header does not agree with its bytes."""
     file = io.BytesIO(data)
     version = npy.read_magic(file)
     if version not in _HEADERS:

@@ -1,12 +1,12 @@
-"""A trace: batches that a collection really served, in one `.npz` file that is read without pickle.
+"""A trace: batches that a collection has served, in one `.npz` file that is read without pickle. Its arrays:
 
     header    JSON text: schema, names of features, rows of their tables, digest of the spec's shape
-    sizes     samples of each batch
-    lengths   ids of each bag: batch by batch, feature-major within a batch
+    sizes     the number of samples of each batch
+    lengths   the number of ids of each bag: batch by batch, feature-major within a batch
     values    ids, in the order of their bags
-    weights   one an id; empty if no call had any
+    weights   one weight per id; empty if no call had weights
 
-`read_trace` believes nothing of a file: whatever it returns is sound.
+`read_trace` checks everything that it reads, so that every trace that it returns is consistent.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from embforge.trace.archive import read_arrays
 
 TRACE_SCHEMA = 1
 FILE_VARIABLE, BATCHES_VARIABLE = "EMBFORGE_RECORD", "EMBFORGE_RECORD_BATCHES"
-"""In the environment: a file to which every collection that is made records itself, and how many batches."""
+"""Environment variables: the file to which every new collection records its calls, and the number of batches."""
 BATCHES = 100
+"""The number of batches that a recording has by default."""
 MOST_BYTES = 2**32
-"""The most bytes of a file and of its arrays: a recording ends at a quarter of it."""
+"""The limit in bytes of a file and of its arrays. A recording ends at a quarter of it."""
 REMEDY = "record it again with `embforge record` or ef.record(module, path)"
 
 Ints = NDArray[np.int64]
@@ -47,26 +48,26 @@ class Trace:
 
     features: tuple[str, ...]
     rows: tuple[int, ...]
-    """Of the table of each feature."""
+    """For each feature, the number of rows of its table."""
     shape: str
-    """Digest of the recorded spec's shape."""
+    """The digest of the recorded spec's shape, see `codegen/tuned/shape.py`."""
     sizes: Ints
     lengths: Ints
     values: Ints
     weights: Floats | None
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """The number of batches."""
         return self.sizes.size
 
     @property
     def samples(self) -> int:
-        """Of all batches together."""
+        """The number of samples in all batches."""
         return int(self.sizes.sum())
 
     @cached_property
     def digest(self) -> str:
-        """Of all that it holds but names: equal digests mean equal traffic."""
+        """A digest of everything in the trace except names: equal digests mean equal traffic."""
         hashed = hashlib.sha256(repr((TRACE_SCHEMA, self.rows)).encode())
         for part in (self.sizes, self.lengths, self.values, self.weights):
             hashed.update(b"none" if part is None else part.tobytes())
@@ -74,16 +75,16 @@ class Trace:
 
     @cached_property
     def borders(self) -> Ints:
-        """Where each bag's ids begin in `values`, and where the last one's end."""
+        """The positions in `values` at which the ids of each bag begin, and at which those of the last bag end."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
 
     @cached_property
     def first_bags(self) -> Ints:
-        """The first bag of each batch, and the number of all bags."""
+        """The number of the first bag of each batch, and then the number of all bags."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)]) * len(self.features)
 
     def lengths_of(self, feature: int) -> Ints:
-        """Lengths of all bags of one feature, in recorded order."""
+        """The lengths of all bags of one feature, in recorded order."""
         first, size = self.first_bags, self.sizes
         return np.concatenate(
             [self.lengths[first[i] + feature * size[i] : first[i] + (feature + 1) * size[i]] for i in range(len(self))]
@@ -94,14 +95,15 @@ class Trace:
         return np.concatenate([self.values[self.where(i, feature, 0, int(self.sizes[i]))] for i in range(len(self))])
 
     def where(self, batch: int, feature: int, begin: int, end: int) -> slice:
-        """Where the ids of a feature's bags of samples `begin` to `end` of a batch stand in `values`."""
+        """The positions in `values` of the ids that a feature has in samples `begin` to `end` (not included) of a
+        batch."""
         first = self.first_bags[batch] + feature * self.sizes[batch]
         return slice(int(self.borders[first + begin]), int(self.borders[first + end]))
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """One call's input as arrays on the host."""
+    """The input of one recorded call, as arrays on the host."""
 
     size: int
     values: NDArray[Any]
@@ -114,7 +116,11 @@ class Seen:
 
 
 def trace_of(features: Sequence[str], rows: Sequence[int], shape: str, batches: Iterable[Seen]) -> Trace:
-    """The trace of calls that succeeded. Ids that are no row are left out of bags: lookups took them as absent."""
+    """The trace of calls that have succeeded. Ids that are not rows are left out, because lookups treated them as
+    absent.
+
+    `features`, `rows` and `shape`: see `Trace`.
+    """
     kept = [_without_bad_ids(rows, seen) for seen in batches]
     weights = None
     if any(seen.weights is not None and seen.weights.size for seen in kept):  # a call without weights means ones
@@ -131,7 +137,7 @@ def trace_of(features: Sequence[str], rows: Sequence[int], shape: str, batches: 
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Writes the file whole or not at all. `OSError` if it cannot."""
+    """Writes a trace to a file, completely or not at all. `OSError` if it cannot be written."""
     header = {"schema": TRACE_SCHEMA, "features": trace.features, "rows": trace.rows, "shape": trace.shape}
     data = io.BytesIO()
     np.savez_compressed(
@@ -146,9 +152,10 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def checked_target(path: Path, batches: int) -> Path:
-    """Where a recording goes, whatever directory its program changes to. `WorkloadError` if it cannot go there."""
+    """The absolute path of the file for a recording of this many batches. `WorkloadError` if it cannot be recorded
+    there."""
     if batches < 1:
-        raise WorkloadError(f"record: batches={batches} is out of range; allowed: 1 and more")
+        raise WorkloadError(f"record: batches={batches} is out of range; allowed: 1 or more")
     if path.suffix != ".npz":
         raise WorkloadError(f"record: {path} is not the name of a trace; allowed: names that end with .npz")
     if not path.absolute().parent.is_dir():
@@ -157,7 +164,7 @@ def checked_target(path: Path, batches: int) -> Path:
 
 
 def numbered(path: Path, number: int) -> Path:
-    """The file of a recording's first collection, second, and so on."""
+    """The file for the collection with this number (from 1) of a recording."""
     return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
@@ -170,11 +177,11 @@ def read_trace(path: Path) -> Trace:
     except DocumentError as error:
         raise _error(path, f"cannot be read as a trace ({error})") from error
     except MemoryError as error:
-        raise WorkloadError(f"trace {path}: takes more memory than there is; record fewer batches") from error
+        raise WorkloadError(f"trace {path}: there is not enough memory to read it; record fewer batches") from error
 
 
 def _checked(path: Path, parts: dict[str, NDArray[Any]]) -> Trace:
-    """The trace of these arrays, all of which may be anything."""
+    """The trace that these arrays make up. `WorkloadError` for anything that is missing or inconsistent."""
     missing = [name for name in ("header", "sizes", "lengths", "values", "weights") if name not in parts]
     if missing:
         raise _error(path, f"is not a trace: it has no {', '.join(missing)}")
@@ -193,7 +200,7 @@ def _checked(path: Path, parts: dict[str, NDArray[Any]]) -> Trace:
             f"{samples} samples in all",
         )
     if (lengths.size and lengths.min() < 0) or held != values.size:
-        raise _error(path, f"is damaged: bags hold {held} ids, {values.size} are there")
+        raise _error(path, f"is damaged: its bags hold {held} ids, but it has {values.size}")
     weights = parts["weights"] if parts["weights"].size else None
     if weights is not None and (weights.dtype != np.float32 or weights.shape != values.shape):
         raise _error(path, f"is damaged: {weights.size} {weights.dtype} weights for {values.size} ids")
@@ -206,7 +213,7 @@ def _checked(path: Path, parts: dict[str, NDArray[Any]]) -> Trace:
 
 
 def _total(counts: Ints) -> int:
-    """The exact sum: numpy's goes around at 2^63, and then a damaged file looks whole."""
+    """The exact sum. numpy's sum wraps around at 2^63, so that a damaged file could seem consistent."""
     high, low = counts >> 32, counts & 0xFFFFFFFF
     return (int(high.sum()) << 32) + int(low.sum())
 
@@ -214,7 +221,7 @@ def _total(counts: Ints) -> int:
 def _header(path: Path, text: NDArray[Any]) -> dict[str, Any]:
     if text.dtype.kind != "U" or text.ndim:
         raise _error(path, f"is damaged: its header is {text.dtype} of shape {text.shape}, not a text")
-    try:  # decoded here, because numpy breaks Python's strings if a character does not exist
+    try:  # decoded without numpy, which makes invalid Python strings of characters that do not exist
         header = parse_json(text.astype("<U").tobytes().decode("utf-32-le").rstrip("\0"))
     except ValueError as error:
         raise _error(path, f"is not a trace: its header cannot be read ({error})") from error

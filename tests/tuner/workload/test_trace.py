@@ -104,7 +104,7 @@ HEADER = {"schema": 1, "features": ["a"], "rows": [10], "shape": ""}
         ({"header": []}, "schema None"),
         ({"lengths": [2, 1]}, "2 bags do not fit 1 features"),
         ({"lengths": [-1]}, "bags hold -1 ids"),
-        ({"lengths": [3]}, "bags hold 3 ids, 2 are there"),
+        ({"lengths": [3]}, "bags hold 3 ids"),
         ({"values": [1, 10]}, "ids 1 to 10 of feature 'a' in 10 rows"),
         ({"values": [-1, 1]}, "ids -1 to 1"),
         ({"values": [0.5, 1.0]}, "values is float64"),

@@ -1,1 +1,1 @@
-"""Compares kernels with the reference, and the reference with plain torch: what `embforge verify` runs."""
+"""What `embforge verify` runs: comparisons of kernels with the reference, and of the reference with plain torch."""

@@ -1,4 +1,4 @@
-"""The same lookups by torch's own functions, where torch has them, and how far a result may be from theirs."""
+"""Compares lookups with torch's own functions, where torch has them, and says how far apart the results may be."""
 
 from __future__ import annotations
 
@@ -16,27 +16,33 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.verify.cases import Drawn
 
 MODES, WEIGHTED_MODES = ("sum", "mean", "max"), ("sum",)
-"""What torch.nn.functional.embedding_bag can do."""
+"""The modes of torch.nn.functional.embedding_bag, and those that take per-sample weights."""
 SELECTING_MODE = "max"
-"""The one that selects. What another order selects is, but for its sign, what it selects of negated rows."""
+"""The mode that selects a number. The minimum is the negative of what it selects from negated rows."""
 ROUNDOFF = 2.0**-24
-"""Of one float32 operation."""
+"""The largest relative rounding error of one float32 operation."""
 
 
 class Difference(NamedTuple):
-    """One feature of one batch beside torch's result."""
+    """How far one feature of one batch is from torch's result."""
 
     peer: str
+    """The function of torch."""
     feature: str
     error: float
+    """The largest absolute difference."""
     within_rounding: bool
+    """Whether all differences may come from rounding."""
 
 
 def differences_from_torch(
     spec: CollectionSpec, drawn: Drawn, tables: Sequence[Tensor], result: tuple[Tensor, Tensor]
 ) -> Iterator[Difference]:
-    """Every feature that torch can compute: those of its modes, selections, and rows by themselves. All ids must be
-    good."""
+    """Compares every feature that torch can compute: those with torch's modes, minima, and features that are not
+    pooled.
+
+    All ids must be rows of their tables.
+    """
     pooled, sequence = result
     layout = layout_of(spec)
     batch = pooled.shape[0]
@@ -58,7 +64,7 @@ def differences_from_torch(
 
 
 class _Bags(NamedTuple):
-    """One feature's ids, with bag borders counted from its first id."""
+    """The ids of one feature, with `starts`, the positions of its bags counted from its first id."""
 
     placed: FeatureLayout
     ids: Tensor
@@ -67,18 +73,21 @@ class _Bags(NamedTuple):
     table: Tensor
 
     def embedding(self, have: Tensor) -> Difference:
-        """A copy of rows, which may differ by the conversion to the output dtype, which torch does too."""
-        ids = self.ids.long().clamp(0, len(self.table) - 1)  # of ids that are no rows, which give zeros
+        """The difference of copied rows from torch's. There is none, because torch converts to the output dtype too."""
+        ids = self.ids.long().clamp(0, len(self.table) - 1)  # ids that are not rows are set to zeros below
         want = functional.embedding(ids, self.table) if self.table.element_size() > 1 else self.table[ids]
         want = want.float().to(have.dtype).double().masked_fill((ids != self.ids)[:, None], 0.0)
         return self._difference("torch.nn.functional.embedding", have, want, None)
 
     def embedding_bag(self, have: Tensor, weights: Tensor | None) -> Difference:
-        """Torch is asked in float64, so that the difference is ours alone; it may be the roundoff of the canonical
-        sum and of the output dtype."""
+        """The difference of pooled bags from torch's.
+
+        Torch computes in float64, so that rounding errors are only ours: those of the canonical sum and of the output
+        dtype.
+        """
         # Only the rows in use, so that torch neither copies nor converts the whole table.
         used, ids = torch.unique(self.ids.long(), return_inverse=True)
-        rows = self.table.index_select(0, used.clamp(0, len(self.table) - 1)).double()  # a padding id may be no row
+        rows = self.table.index_select(0, used.clamp(0, len(self.table) - 1)).double()  # a padding id may not be a row
         mode, sign, padding = *self._mode(), None
         if self.placed.feature.padding_idx is not None and bool((used == self.placed.feature.padding_idx).any()):
             padding = int((used == self.placed.feature.padding_idx).nonzero())
@@ -102,14 +111,15 @@ class _Bags(NamedTuple):
         return self._difference(name, have, want, allowed)
 
     def _mode(self) -> tuple[str, int]:
-        """Torch's mode, and the sign that its rows and results take."""
+        """Torch's mode, and the sign by which its rows and results are multiplied."""
         combiner = self.placed.feature.kind.combiner
         if combiner is not None and combiner.selects:
             return SELECTING_MODE, combiner.order
         return self.placed.feature.pooling, 1
 
     def _difference(self, peer: str, have: Tensor, want: Tensor, allowed: Tensor | None) -> Difference:
-        """`allowed` None: no difference at all."""
+        """The difference of two results. `allowed`: the largest difference that may come from rounding; None means
+        0."""
         apart = (have.double() - want).abs()
         error = float(apart.max()) if apart.numel() else 0.0
         within = bool((apart <= (torch.zeros_like(apart) if allowed is None else allowed)).all())

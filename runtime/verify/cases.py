@@ -1,6 +1,6 @@
-"""Batches and tables that look for trouble: what `verify` and the tests feed to a backend.
+"""Difficult batches and tables, on which `verify` and the tests run a backend.
 
-A case is a recipe; the same case and seed give the same numbers on every machine.
+A case says how to draw a batch: the same case and seed give the same numbers on every machine.
 """
 
 from __future__ import annotations
@@ -19,23 +19,39 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.number_formats import torch_computes
 
 USUAL_LENGTH = 4
-"""Ids in a bag of a feature whose spec gives no hotness."""
+"""The mean number of ids in a bag of a feature whose spec has no hotness."""
 EDGE_LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129)
-"""Around the canonical sum's chunk."""
+"""Lengths of bags around the chunk size of the canonical sum."""
 LONG = 5000
-"""A bag of more than 64 chunks, so that the canonical sum has three levels."""
+"""The length of a bag with more than 64 chunks, so that the canonical sum has three levels."""
 VERY_LONG = 300_000
-"""More than 64 * 64 chunks: four levels."""
+"""The length of a bag with more than 64 * 64 chunks, so that the canonical sum has four levels."""
 SPLIT = 300
-"""A bag that a CUDA plan may split over blocks already."""
-LONGEST = {"split": (LONG, 2 << 20, SPLIT), "deep": (LONG, math.inf, LONG), "long": (VERY_LONG, 64 << 20, LONG)}
-"""One bag of each pooled feature has this many ids if it is the first of its kind and its rows are, as float32, at most
-so many bytes; else the last number."""
+"""The length of a bag that a CUDA kernel may split over blocks."""
+
+
+class Longest(NamedTuple):
+    """The length of the longest bag of a pooled feature."""
+
+    ids: int
+    most_bytes: float
+    """Only the first feature of its pooling, weighting and dtype has `ids` ids, and only if their rows have at most
+    this many bytes as float32."""
+    otherwise: int
+    """The length in all other features."""
+
+
+LONGEST = {
+    "split": Longest(LONG, 2 << 20, SPLIT),
+    "deep": Longest(LONG, math.inf, LONG),
+    "long": Longest(VERY_LONG, 64 << 20, LONG),
+}
+"""The longest bag for `Case.lengths`. One bag of each pooled feature has this length."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How to draw one batch."""
+    """How to draw one batch. `batch`: its number of samples."""
 
     batch: int
     lengths: Literal["usual", "one", "none", "edges", "split", "deep", "long"] = "usual"
@@ -51,7 +67,7 @@ class Case:
 
 
 class Drawn(NamedTuple):
-    """A batch in normal form."""
+    """A batch that was drawn for a case: ids, offsets and weights as `normalise` returns them."""
 
     values: Tensor
     offsets: Tensor
@@ -59,7 +75,7 @@ class Drawn(NamedTuple):
 
 
 def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.device = "cpu") -> Drawn:
-    """The batch of a case. Drawn on the CPU, so that every device sees the same."""
+    """Draws the batch of a case. Numbers are drawn on the CPU, so that they are the same for every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     dtype = getattr(torch, DTYPES[case.id_dtype].torch_name)
     lengths, ids, kinds = [], [], set[tuple[object, ...]]()
@@ -68,9 +84,9 @@ def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.
         of_feature = _lengths(feature, table, case, generator)
         kind = (feature.pooling, feature.weighted, table.dtype)
         if case.lengths in LONGEST and case.batch and feature.kind.pooled:
-            longest, most_bytes, otherwise = LONGEST[case.lengths]
-            fits = kind not in kinds and longest * table.embedding_dim * 4 <= most_bytes
-            of_feature[_below(case.batch, 1, generator)] = longest if fits else otherwise
+            longest = LONGEST[case.lengths]
+            fits = kind not in kinds and longest.ids * table.embedding_dim * 4 <= longest.most_bytes
+            of_feature[_below(case.batch, 1, generator)] = longest.ids if fits else longest.otherwise
             kinds.add(kind)
         lengths.append(of_feature)
         ids.append(_ids(feature, table, case, int(of_feature.sum()), generator))
@@ -88,7 +104,7 @@ def _lengths(feature: FeatureSpec, table: TableSpec, case: Case, generator: torc
     if case.lengths == "edges":
         edges = torch.tensor(EDGE_LENGTHS, dtype=torch.int64, device="cpu")
         lengths = edges[_below(len(EDGE_LENGTHS), case.batch, generator)]
-    else:  # geometric: many short bags, empty ones too, and a few much longer than the mean
+    else:  # geometric: many short and empty bags, and a few that are much longer than the mean
         chance = 1.0 / (1 + (feature.hotness or USUAL_LENGTH))
         even = torch.rand(case.batch, generator=generator, dtype=torch.float64, device="cpu")
         lengths = (even.neg().log1p() / math.log(1.0 - chance)).long()
@@ -115,9 +131,9 @@ def _ids(feature: FeatureSpec, table: TableSpec, case: Case, count: int, generat
 def draw_tables(
     spec: CollectionSpec, seed: int, special: bool = False, device: str | torch.device = "cpu"
 ) -> tuple[Tensor, ...]:
-    """Tables of the spec's layout with random rows; with `special` also NaN, infinities, -0.0 and denormals.
+    """Draws tables in the spec's layout with random rows; with `special` also NaN, infinities, -0.0 and denormals.
 
-    The bytes between rows are all ones (a NaN in every format), so that a kernel that reads them is found out.
+    All bits between rows are ones, which is a NaN in every format, so that a kernel that reads them has wrong results.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     return tuple(_table(placed, special, generator, device) for placed in layout_of(spec).tables)
@@ -132,13 +148,13 @@ def _table(placed: TableLayout, special: bool, generator: torch.Generator, devic
         if special:
             _sprinkle(numbers.view(-1), (0.0, -0.0, 1e-40, -1e-42, 2e-5, 3e38, 6e4), 0.1, generator)
             _sprinkle(numbers.view(-1), (torch.inf, -torch.inf, torch.nan), 0.005, generator)
-            # Rows whose largest number is often a zero, of either sign, and rows whose smallest one is.
+            # Rows whose largest number is often a zero of either sign, and rows whose smallest number is.
             numbers[::4], numbers[2::4] = -numbers[::4].abs(), numbers[2::4].abs()
             _sprinkle(numbers[::2], (0.0, -0.0), 0.5, generator)
         rows.copy_(numbers)
     else:
         rows.uniform_(-1, 1, generator=generator)
-    return raw.to(device).view(dtype)[:, : table.embedding_dim]  # moved whole: a view would lose its stride
+    return raw.to(device).view(dtype)[:, : table.embedding_dim]  # moved with the padding, or the stride would be lost
 
 
 def _below(limit: int, count: int, generator: torch.Generator) -> Tensor:
@@ -150,7 +166,7 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def _sprinkle(target: Tensor, numbers: tuple[float, ...], share: float, generator: torch.Generator) -> None:
-    """Replaces about this share of the elements."""
+    """Replaces about this share of the elements by numbers drawn from `numbers`."""
     chosen = torch.rand(target.shape, generator=generator, dtype=torch.float32, device="cpu") < share
     pick = _below(len(numbers), int(chosen.sum()), generator)
     target[chosen] = torch.tensor(numbers, dtype=target.dtype, device="cpu")[pick]

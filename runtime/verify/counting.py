@@ -1,4 +1,4 @@
-"""One lookup counted by the SIMT executor: what its memory instructions cost, kernel by kernel."""
+"""Counts the memory traffic of one lookup, kernel by kernel, by running it in the SIMT executor."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from embforge.launch.simt.forward import SimtForward, SimtOptions
 
 @dataclass(frozen=True)
 class CountedKernel:
-    """A kernel's counters beside what it made: `outputs` counts bags, and rows of features that are not pooled."""
+    """The counters of a kernel, and the number of its outputs."""
 
     name: str
-    """Short: forward, wide, long, merge, or all of them together."""
+    """A short name: forward, wide, long, merge, or all for the sum of them."""
     outputs: int
+    """The number of bags, and of rows of features that are not pooled."""
     counters: KernelCounters
     whole_sectors: tuple[str, ...]
-    """Tables whose rows are a multiple of 32 bytes, so that no row needs a part of a sector."""
+    """The tables whose rows are a multiple of 32 bytes, so that no row needs only a part of a sector."""
 
     def per_output(self, kind: str) -> float | None:
-        """Sectors loaded of a kind of memory for each output."""
+        """The number of sectors that were loaded of a kind of memory, per output; None without outputs."""
         return self.counters.loaded(kind).sectors / self.outputs if self.outputs else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The counters as JSON data."""
         whole = self.counters.rows_of(self.whole_sectors)
         return self.counters.to_json() | {
             "name": self.name,
@@ -49,38 +50,39 @@ class CountedKernel:
 
 
 def count_lookup(plan: Plan, tables: Sequence[Tensor], batch: Batch, *, seed: int = 0) -> list[CountedKernel]:
-    """The counters of each kernel that the lookup launches, and at the end of all together.
+    """The counters of each kernel that the lookup launches, and then their sum.
 
-    `plan` is of target simt. Raises what a call of that backend raises.
+    The plan's target must be simt. Raises what a call of that backend raises.
     """
     kernel = kernel_of(Program(plan).text)
     assert isinstance(kernel, SimtForward)
-    plan = kernel.plan  # which knows the symbols of its binary
+    plan = kernel.plan  # has the symbols of the kernel's binary
     sizes = _ids_of_features(plan, batch)
     rows = [sizes[f.index] for f in plan.layout.sequence_features]
     elements = sequence_elements(plan.layout, rows)
     metadata = metadata_of(tables, "error")
     counted = kernel.run(metadata, tables, batch, elements, "error", SimtOptions(seed, count=True)).counters
-    made = _outputs(plan, batch, sizes)
+    outputs = _outputs(plan, batch, sizes)
     whole = tuple(t.table.name for t in plan.layout.tables if t.row_bytes % SECTOR == 0)
-    found = [CountedKernel(_short(c.kernel, plan.symbol), made[c.kernel], c, whole) for c in counted]
-    everything = sum(made[symbol] for symbol in main_symbols(twin_of(plan)))
-    return [*found, CountedKernel("all", everything, together(counted), whole)]
+    kernels = [CountedKernel(_short(c.kernel, plan.symbol), outputs[c.kernel], c, whole) for c in counted]
+    total = sum(outputs[symbol] for symbol in main_symbols(twin_of(plan)))
+    return [*kernels, CountedKernel("all", total, together(counted), whole)]
 
 
 def _outputs(plan: Plan, batch: Batch, sizes: Sequence[int]) -> dict[str, int]:
-    """What each kernel makes: bags and rows of its features, and of all pooled ones the long bags."""
+    """The number of outputs of each kernel, by symbol: bags and rows of its features; for the kernels of long bags, the
+    long bags of all pooled features."""
     twin = twin_of(plan)
     classes = register_classes(geometry_of(twin))
-    made = {}
+    outputs = {}
     for symbol, members in zip(main_symbols(twin), classes, strict=True):
-        owned = [f for g in members for f in g.bucket.features]
-        made[symbol] = sum(sizes[f.index] if f.column is None else batch.batch for f in owned)
+        features = [f for g in members for f in g.bucket.features]
+        outputs[symbol] = sum(sizes[f.index] if f.column is None else batch.batch for f in features)
     longest = shape_of(twin).long_bag
     lengths = batch.offsets.diff().view(len(plan.layout.features), -1)
     pooled = [f.index for f in plan.layout.features if f.feature.kind.pooled]
     long_bags = int((lengths[pooled] > longest).sum())
-    return made | dict.fromkeys(long_symbols(twin), long_bags)
+    return outputs | dict.fromkeys(long_symbols(twin), long_bags)
 
 
 def _ids_of_features(plan: Plan, batch: Batch) -> list[int]:

@@ -1,4 +1,5 @@
-"""Holds a backend against the reference, bit for bit, and against torch.nn.EmbeddingBag, within rounding."""
+"""Compares the lookups of a backend with the reference, bit for bit, and with torch.nn.EmbeddingBag, within
+rounding."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ from embforge.launch.simt.forward import SimtForward, SimtOptions
 from embforge.places import pooled_place, sequence_place
 from embforge.verify.against_torch import differences_from_torch
 from embforge.verify.pairwise import covering
-from embforge.verify.probes import Probe, Progress, Result, call_of, few_probes_of, probes_of, run, whole
+from embforge.verify.probes import Probe, Progress, Result, as_result, call_of, few_probes_of, probes_of, run
 
 SCHEDULES = 3
-"""Seeds that the default plan is run with on simt. Every other plan has one, each another one."""
+"""The number of schedules, each with its own seed, under which the default plan runs on simt. Every other plan runs
+under one schedule, with a seed of its own."""
 DEFAULT_PARAMS = (CudaParams(),)
 MANY_PLANS = 1000
-"""Between the seeds of a default plan's schedules: more than there are plans."""
+"""The distance between the seeds of the default plan's schedules. It is more than the number of plans."""
 
 
 @dataclass(frozen=True)
@@ -45,39 +47,41 @@ class VerifyRow:
     check: str
     cases: int
     max_abs_error: float
-    """Largest difference seen; 0 where bits are compared and all are equal."""
+    """The largest difference; 0 if bits are compared and all are equal."""
     passed: bool
     detail: str = ""
-    """Of the first failure: plan, threads or schedule, feature, place, what was expected and what came."""
+    """The first failure: plan, threads or schedule, feature, position, what was expected and what the kernel
+    returned."""
     not_run: int = 0
-    """Runs that were left out because the device had stopped working; without any other, the row did not pass."""
+    """The number of runs that were left out because the device had stopped working. If all were, the row did not
+    pass."""
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked, and how it went."""
+    """What was checked, with which results."""
 
     on: str
     arch: str
     plans: int
-    """Plans that ran, or were to run when the device stopped working."""
+    """The number of kernel plans that ran, or should have run when the device stopped working."""
     left_out: int
-    """Plans of the covering set whose text is that of another but for what the backend replaces."""
+    """The number of plans that differ from another plan only in what the backend replaces, and so did not run."""
     rows: tuple[VerifyRow, ...]
     device: dict[str, Any] | None = None
-    """Facts about the GPU, if it is one that was checked."""
+    """Facts about the GPU, if a GPU was checked."""
 
     @property
     def passed(self) -> bool:
         return all(row.passed for row in self.rows)
 
 
-def _tell_nobody(what: str, done: int, total: int) -> None:
-    """For those who do not watch."""
+def _no_progress(what: str, done: int, total: int) -> None:
+    """Ignores progress, for callers that do not show it."""
 
 
 class Way(NamedTuple):
-    """One of the ways to run a kernel, none of which may change a bit."""
+    """A way to run a kernel, such as a number of threads. No way may change a bit of the results."""
 
     label: str
     run: Callable[[Kernel, Probe], Result]
@@ -94,18 +98,20 @@ def verify(
     threads: Sequence[int] = (1, 2),
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Runs backend `on` over batches that look for trouble, with every thread count, and compares.
+    """Runs lookups of difficult batches on the backend `on`, with every thread count, and compares their results.
 
-    Lookups begin with rows; whether ids become the right rows is for `remap_rows` to say.
+    Ids are rows in these batches; `remap_rows` checks whether a backend turns ids into the right rows.
 
-    `arch`: what to generate for, if not for this machine. `params`: the plan fields to run, with both id dtypes; None
-    runs the default and a set in which any two choices of any two fields meet. On simt, schedules stand in for threads
-    and batches are small, whatever `batch_sizes` and `threads` say; on cuda `threads` means nothing.
+    `arch`: the architecture to generate code for; None is this machine's. `params`: the plan fields to run, with both
+    id dtypes; None runs the default and a set in which any two choices of any two fields occur together. On simt,
+    batches are small and kernels run under several schedules, whatever `batch_sizes` and `threads` are; on cuda
+    `threads` is ignored.
 
-    A difference, and any error of a kernel's run (the driver's, torch's, a batch it calls wrong, what the SIMT executor
-    finds), is a row that did not pass. A GPU that an error has stopped is left alone: what was still to do is counted
-    as not run. Raises only for what comes before a kernel runs: one that cannot be built or that the driver is too old
-    for, tables that do not fit into memory, and `ToolchainError` if `on` is "cuda" and there is none.
+    The row of a check does not pass if results differ, or if running a kernel raises an error: an error of the driver
+    or of torch, one about the batch, or one of the SIMT executor. If an error has stopped a GPU, nothing else runs on
+    it, and the remaining runs are counted as not run. `verify` itself raises only before a kernel runs: if a kernel
+    cannot be built, if the driver is too old for it, if tables do not fit into memory, and `ToolchainError` if `on` is
+    "cuda" and there is no GPU.
     """
     target = target_named(on)
     if target.needs_gpu and not torch.cuda.is_available():
@@ -114,30 +120,30 @@ def verify(
             "CUDA kernels on the CPU, --on cpu, or `embforge gen` to compile for GPUs without one"
         )
     spec = spec.by_rows()
-    tell = progress or _tell_nobody
+    report_progress = progress or _no_progress
     device = device_of(on)
-    facts = gpu_facts(device) if target.needs_gpu else None  # now: a GPU that has stopped tells nothing
+    facts = gpu_facts(device) if target.needs_gpu else None  # read first, because a GPU that has stopped has no facts
     arch = arch or arch_of(on, device)
-    wanted = plans_to_verify(spec, on, arch, params)
-    plans = distinct(wanted) if target.emulates else wanted
-    build_all(plans, tell)
+    all_plans = plans_to_verify(spec, on, arch, params)
+    plans = distinct(all_plans) if target.emulates else all_plans
+    build_all(plans, report_progress)
     if target.emulates:
-        tallies = check_on_simt(
-            plans, few_probes_of(spec, seed, tell), seed, params, workers=os.cpu_count() or 1, tell=tell
-        )
+        probes = few_probes_of(spec, seed, report_progress)
+        tallies = check_on_simt(plans, probes, seed, params, workers=os.cpu_count() or 1, progress=report_progress)
     else:
-        probes = probes_of(spec, batch_sizes, seed, device, tell)
-        ways = [_waited_for()] if target.needs_gpu else [_with_threads(count) for count in threads]
-        tallies = check_plans([Trial(plan, probes, ways) for plan in plans], tell=tell)
+        probes = probes_of(spec, batch_sizes, seed, device, report_progress)
+        ways = [_with_gpu_errors()] if target.needs_gpu else [_with_threads(count) for count in threads]
+        tallies = check_plans([KernelCheck(plan, probes, ways) for plan in plans], progress=report_progress)
     rows = [*(tally.row() for tally in tallies), *_torch_rows(spec, tallies)]
-    return VerifyReport(on, arch, len(plans), len(wanted) - len(plans), tuple(rows), facts)
+    return VerifyReport(on, arch, len(plans), len(all_plans) - len(plans), tuple(rows), facts)
 
 
 def plans_to_verify(spec: CollectionSpec, target: str, arch: str, params: Sequence[Params] | None) -> list[Plan]:
-    """The given params with both id dtypes, or the default ones and a pairwise covering set of all fields."""
+    """The plans with these params and both id dtypes. None means the default params and a pairwise covering set of all
+    fields."""
     kind = params_type(target)
-    given = [kind()] if params is None else params
-    chosen = [(id_dtype, p) for p in given for id_dtype in reversed(ID_DTYPES)]
+    with_both_dtypes = [kind()] if params is None else params
+    chosen = [(id_dtype, p) for p in with_both_dtypes for id_dtype in reversed(ID_DTYPES)]
     if params is None:
         choices = {f.name: f.metadata["covered"] for f in fields(kind)} | {"id_dtype": ID_DTYPES}
         for row in covering(choices):
@@ -147,15 +153,15 @@ def plans_to_verify(spec: CollectionSpec, target: str, arch: str, params: Sequen
 
 
 def distinct(plans: Iterable[Plan]) -> list[Plan]:
-    """The plans that differ in the code that simt runs; of several with the same code, the first."""
+    """The plans without those for which simt would run the same code as for an earlier plan."""
     first: dict[str, Plan] = {}
     for plan in plans:
         first.setdefault(device_code(source_of(plan)).replace(plan.symbol, ""), plan)
     return [*first.values()]
 
 
-def build_all(plans: Sequence[Plan], tell: Progress) -> None:
-    """Compiles the plans in parallel, if their target compiles at all."""
+def build_all(plans: Sequence[Plan], progress: Progress) -> None:
+    """Compiles the plans in parallel, if code is generated for their target."""
     if not target_named(plans[0].target).is_generated:
         return
     done = 0
@@ -163,22 +169,22 @@ def build_all(plans: Sequence[Plan], tell: Progress) -> None:
     def count(_: object) -> None:
         nonlocal done
         done += 1
-        tell("building kernels", done, len(plans))
+        progress("building kernels", done, len(plans))
 
-    tell("building kernels", 0, len(plans))
+    progress("building kernels", 0, len(plans))
     build_many(plans, progress=count)
 
 
-class Trial(NamedTuple):
-    """A plan, the probes that are put to its kernel, and the ways in which it is run."""
+class KernelCheck(NamedTuple):
+    """A kernel's plan, the probes on which the kernel runs, and the ways in which it runs."""
 
     plan: Plan
     probes: Sequence[Probe]
     ways: Sequence[Way]
 
     @property
-    def asked(self) -> list[Probe]:
-        """The probes that can be put to the kernel."""
+    def fitting_probes(self) -> list[Probe]:
+        """The probes whose ids fit the id dtype of the plan."""
         return [probe for probe in self.probes if probe.fits(self.plan.id_dtype)]
 
 
@@ -189,52 +195,54 @@ def check_on_simt(
     params: Sequence[Params] | None = None,
     *,
     workers: int = 1,
-    tell: Progress = _tell_nobody,
+    progress: Progress = _no_progress,
 ) -> list[Tally]:
-    """Plans with these params (the default ones) get all probes and several schedules; others few probes and one."""
-    trials, thorough = [], DEFAULT_PARAMS if params is None else params
+    """Checks plans on simt. Plans with these params (None: the default) run on all probes under several schedules;
+    other plans run on few probes under one schedule."""
+    checks, thorough = [], DEFAULT_PARAMS if params is None else params
     for number, plan in enumerate(plans, start=seed * len(plans)):
         if plan.params in thorough:
-            trials.append(Trial(plan, probes, [_with_seed(number + i * MANY_PLANS) for i in range(SCHEDULES)]))
+            checks.append(KernelCheck(plan, probes, [_with_seed(number + i * MANY_PLANS) for i in range(SCHEDULES)]))
         else:
-            trials.append(Trial(plan, [probe for probe in probes if probe.for_all], [_with_seed(number)]))
-    return check_plans(trials, workers=workers, tell=tell)
+            checks.append(KernelCheck(plan, [probe for probe in probes if probe.for_all], [_with_seed(number)]))
+    return check_plans(checks, workers=workers, progress=progress)
 
 
-def check_plans(trials: Sequence[Trial], *, workers: int = 1, tell: Progress = _tell_nobody) -> list[Tally]:
-    """Runs the trials, building kernels where that was not done yet, and counts how each probe went.
+def check_plans(checks: Sequence[KernelCheck], *, workers: int = 1, progress: Progress = _no_progress) -> list[Tally]:
+    """Runs the checks, building kernels that are not built yet, and counts the results of each probe.
 
-    Several workers run plans at once, which only a backend without a thread pool of its own allows. Ends early if a
-    device stops working.
+    With several workers, plans run at the same time, which only a backend without a thread pool of its own allows. Ends
+    early if a device stops working.
     """
-    planned = Counter(id(probe) for trial in trials for probe in trial.asked for _ in trial.ways)
-    tallies = {id(probe): Tally(probe, planned[id(probe)]) for trial in trials for probe in trial.asked}
+    planned = Counter(id(probe) for check in checks for probe in check.fitting_probes for _ in check.ways)
+    tallies = {id(probe): Tally(probe, planned[id(probe)]) for check in checks for probe in check.fitting_probes}
 
-    def ask(trial: Trial) -> Iterator[tuple[Probe, Way, Answer]]:
-        kernel = kernel_of(Program(trial.plan).text)
-        return ((probe, way, _answer(kernel, probe, way)) for probe in trial.asked for way in trial.ways)
+    def answers_to(check: KernelCheck) -> Iterator[tuple[Probe, Way, Answer]]:
+        kernel = kernel_of(Program(check.plan).text)
+        return ((probe, way, _answer(kernel, probe, way)) for probe in check.fitting_probes for way in check.ways)
 
-    tell("running kernels", 0, len(trials))
+    progress("running kernels", 0, len(checks))
     with ThreadPoolExecutor(workers) as pool:
-        # One worker is the caller's own thread: thread counts and a GPU's context belong to it. It compares each answer
-        # before it asks for the next, because results on a GPU that stops are lost.
-        answered = pool.map(lambda trial: [*ask(trial)], trials) if workers > 1 else map(ask, trials)
-        for number, answers in enumerate(answered):
+        # A single worker is the calling thread, to which thread counts and a GPU's context belong. It compares each
+        # answer before it runs the next probe, because a GPU that stops loses its results.
+        all_answers = pool.map(lambda check: [*answers_to(check)], checks) if workers > 1 else map(answers_to, checks)
+        for number, answers in enumerate(all_answers):
             for probe, way, answer in answers:
-                tallies[id(probe)].add(trials[number].plan, way, answer)
+                tallies[id(probe)].add(checks[number].plan, way, answer)
                 if isinstance(answer, DeviceLostError):
                     return [*tallies.values()]
-            tell("running kernels", number + 1, len(trials))
+            progress("running kernels", number + 1, len(checks))
     return [*tallies.values()]
 
 
 class DeviceLostError(RuntimeError):
-    """An error after which a device does nothing more for this process. The message is that of the error."""
+    """An error after which this process can no longer use a device. Its message is that of the original error."""
 
 
 FAILURES = (RuntimeError, IndexError, ValueError)
-"""What a run may raise: errors of torch and the driver, a `KernelBugError`, and what kernels say of a wrong batch."""
+"""What a run may raise: errors of torch and the driver, `KernelBugError`, and a kernel's errors about a batch."""
 Answer = Result | Exception
+"""What a run returned or raised."""
 
 
 def _answer(kernel: Kernel, probe: Probe, way: Way) -> Answer:
@@ -244,8 +252,8 @@ def _answer(kernel: Kernel, probe: Probe, way: Way) -> Answer:
         return error
 
 
-def _waited_for() -> Way:
-    """On a GPU: with all that went wrong, which it tells only to those who wait."""
+def _with_gpu_errors() -> Way:
+    """Runs a kernel on a GPU and waits for the device, because only then are all its errors raised."""
 
     def answer(kernel: Kernel, probe: Probe) -> Result:
         try:
@@ -255,7 +263,7 @@ def _waited_for() -> Way:
         except FAILURES as error:
             if _gpu_works():
                 raise
-            raise DeviceLostError(_told(error)) from error
+            raise DeviceLostError(_message(error)) from error
         return result
 
     return Way(f"device {torch.cuda.current_device()}", answer)
@@ -269,15 +277,15 @@ def _gpu_works() -> bool:
     return True
 
 
-def _told(error: Exception) -> str:
-    """Our own errors are sentences; others need their kind to be understood."""
+def _message(error: Exception) -> str:
+    """The text of an error. Only errors of other libraries need their class to be understood."""
     return str(error) if isinstance(error, EmbforgeError | DeviceLostError) else f"{type(error).__name__}: {error}"
 
 
 def _with_seed(seed: int) -> Way:
     def answer(kernel: Kernel, probe: Probe) -> Result:
         assert isinstance(kernel, SimtForward)
-        return whole(*kernel.run(*call_of(kernel.plan, probe), SimtOptions(seed))[:2])
+        return as_result(*kernel.run(*call_of(kernel.plan, probe), SimtOptions(seed))[:2])
 
     return Way(f"schedule {seed}", answer)
 
@@ -292,7 +300,7 @@ def _with_threads(count: int) -> Way:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """torch's own thread count, for a while."""
+    """Sets the number of torch's threads within a `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -302,7 +310,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 class Tally:
-    """Counts a probe's runs, and keeps the first answer and the first that differs."""
+    """Counts the runs of a probe, and keeps the first result and a description of the first failure."""
 
     def __init__(self, probe: Probe, planned: int) -> None:
         self.probe = probe
@@ -318,7 +326,7 @@ class Tally:
         run_as = f"({plan.uri}, {plan.params}, {way.label})"
         if isinstance(got, Exception):
             self.error = math.inf
-            self.detail = self.detail or f"{_told(got)}\n  {run_as}"
+            self.detail = self.detail or f"{_message(got)}\n  {run_as}"
             self.device_lost = isinstance(got, DeviceLostError)
             return
         self.first = self.first or got
@@ -328,8 +336,8 @@ class Tally:
                 continue
             self.error = max(self.error, _largest_difference(want, have))
             if not self.detail:
-                came = f"{want.flatten()[place].item()!r}, got {have.flatten()[place].item()!r}"
-                self.detail = f"{self._where(plan, name, place)}: expected {came} {run_as}"
+                numbers = f"expected {want.flatten()[place].item()!r}, got {have.flatten()[place].item()!r}"
+                self.detail = f"{self._where(plan, name, place)}: {numbers} {run_as}"
 
     def _where(self, plan: Plan, name: str, place: int) -> str:
         if name == "pooled":
@@ -343,7 +351,7 @@ class Tally:
 
 
 def first_difference(want: Tensor, have: Tensor) -> int | None:
-    """Where two results first differ in a bit; one NaN is as good as another."""
+    """The index of the first number in which two results differ in a bit, or None. All NaNs count as equal."""
     if want.shape != have.shape or want.dtype != have.dtype:
         raise AssertionError(f"expected {want.dtype} {tuple(want.shape)}, got {have.dtype} {tuple(have.shape)}")
     bits = torch.int32 if want.element_size() == 4 else torch.int16
@@ -354,14 +362,15 @@ def first_difference(want: Tensor, have: Tensor) -> int | None:
 
 
 def _largest_difference(want: Tensor, have: Tensor) -> float:
-    """Infinite where a number stands against a NaN or an infinity."""
+    """The largest absolute difference. It is infinite if only one of two numbers is NaN or infinite."""
     apart = (want.double() - have.double()).abs()
     apart = apart.masked_fill(((want == have) | (want.isnan() & have.isnan())).to(apart.device), 0.0)
     return float(apart.nan_to_num(nan=math.inf).max())
 
 
 def _torch_rows(spec: CollectionSpec, tallies: Sequence[Tally]) -> list[VerifyRow]:
-    """First answers beside torch's. Only what torch has: no absent ids, at least one sample; and nothing overflows."""
+    """Compares the first result of each probe with torch's, except for probes that torch cannot compute: those with
+    absent ids, without samples, or with numbers that overflow."""
     if any(tally.device_lost for tally in tallies):
         return [VerifyRow("torch.nn.EmbeddingBag", 0, 0.0, passed=False, not_run=1)]
     rows: dict[str, VerifyRow] = {}
@@ -371,10 +380,9 @@ def _torch_rows(spec: CollectionSpec, tallies: Sequence[Tally]) -> list[VerifyRo
             continue
         if tally.first is None:
             continue
-        for found in differences_from_torch(spec, probe.drawn, probe.tables, tally.first):
-            row = rows.get(found.peer, VerifyRow(found.peer, 0, 0.0, True))
-            detail = row.detail or ("" if found.within_rounding else f"feature {found.feature!r}: {probe}")
-            rows[found.peer] = VerifyRow(
-                found.peer, row.cases + 1, max(row.max_abs_error, found.error), not detail, detail
-            )
+        for difference in differences_from_torch(spec, probe.drawn, probe.tables, tally.first):
+            row = rows.get(difference.peer, VerifyRow(difference.peer, 0, 0.0, True))
+            detail = row.detail or ("" if difference.within_rounding else f"feature {difference.feature!r}: {probe}")
+            error = max(row.max_abs_error, difference.error)
+            rows[difference.peer] = VerifyRow(difference.peer, row.cases + 1, error, not detail, detail)
     return list(rows.values())

@@ -1,4 +1,4 @@
-"""A small set of combinations in which any two choices of any two fields meet."""
+"""Small sets of combinations in which any two choices of any two fields occur together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 def covering(fields: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Combinations (a value a field) that cover all pairs of values. Greedy, and the same every time."""
-    names = sorted(fields, key=lambda name: -len(fields[name]))  # the two widest alone decide how many there must be
+    """Combinations, with one value per field, that cover all pairs of values. The result is always the same.
+
+    The algorithm is greedy: it does not find the smallest set.
+    """
+    names = sorted(
+        fields, key=lambda name: -len(fields[name])
+    )  # the two fields with most values need most combinations
     if len(names) < 2:
         return [{name: value} for name in names for value in fields[name]]
     missing: dict[Pair, None] = {
@@ -22,7 +27,7 @@ def covering(fields: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     }
     rows = []
     while missing:
-        row = dict(next(iter(missing)))  # a pair that is still missing, then what brings the most others
+        row = dict(next(iter(missing)))  # a missing pair, and then the choices that cover most other missing pairs
         for name in names:
             if name not in row:
                 gains = [_gain(row, name, i, names, missing) for i in range(len(fields[name]))]
@@ -34,7 +39,7 @@ def covering(fields: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _gain(row: dict[str, int], name: str, index: int, names: list[str], missing: dict[Pair, None]) -> int:
-    """Missing pairs that the row would cover if this field took this choice."""
+    """The number of missing pairs that the row would cover if this field had this choice."""
     own = (name, index)
     pairs = ((own, (n, i)) if names.index(name) < names.index(n) else ((n, i), own) for n, i in row.items())
     return sum(pair in missing for pair in pairs)

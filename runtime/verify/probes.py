@@ -1,9 +1,10 @@
-"""Batches that look for trouble, each with the reference's answer, and a kernel's answer to them."""
+"""Probes: difficult batches, each with the results of the reference, and how to run a kernel on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ from embforge.launch.reference import forward as reference
 from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how many steps of it are done, and of how many."""
+"""A function that is called with the name of the work that is being done, the number of finished steps, and of all."""
 Result = tuple[Tensor, Tensor]
 """Pooled `[B, output_width]`, and the flat sequence."""
 
 SMALL_ROWS = 1000
-"""Rows of the tables that hold special numbers. A kernel learns a table's size when it is called."""
+"""The most rows of tables that hold special numbers. A kernel gets the number of rows as an argument."""
 
 FEW_FOR_ALL = (
     Case(9, bad_ids=True, id_dtype="int32", weights="special"),
@@ -42,12 +43,12 @@ FEW_FOR_ONE = (
     Case(20, bad_ids=True),
 )
 FEW_SPECIAL = (Case(9, "edges"),)
-"""Small batches: for every plan, beside them for one plan, and for tables that hold special numbers."""
+"""Small batches: those for every plan, those for the default plan only, and those for tables with special numbers."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A batch, the tables it is looked up in, and what the reference makes of it."""
+    """A batch, the tables in which it is looked up, and the results of the reference."""
 
     case: Case
     special: bool
@@ -55,20 +56,20 @@ class Probe:
     tables: tuple[Tensor, ...]
     expected: Result
     for_all: bool = True
-    """Whether every plan is asked, or the default one only."""
+    """Whether all plans run on it, or only the default plan."""
 
     def __str__(self) -> str:
         return str(self.case) + (", special numbers" if self.special else "")
 
     def fits(self, id_dtype: str) -> bool:
-        """Whether its ids can be said in that dtype: bad int64 ids need int64."""
+        """Whether this dtype can represent its ids: bad ids of a case with int64 ids need int64."""
         return id_dtype == "int64" or self.case.id_dtype == "int32" or not self.case.bad_ids
 
 
 def probes_of(
-    spec: CollectionSpec, batch_sizes: Sequence[int], seed: int, device: torch.device, tell: Progress
+    spec: CollectionSpec, batch_sizes: Sequence[int], seed: int, device: torch.device, progress: Progress
 ) -> list[Probe]:
-    """Batches of the given sizes for a backend as fast as a CPU or a GPU."""
+    """Probes with batches of these sizes, for backends that are fast enough for tables of the full size."""
     largest = max(batch_sizes)
     usual = [
         Case(0, "none"),
@@ -85,30 +86,37 @@ def probes_of(
         Case(min(largest, 64)),
         Case(min(largest, 16), "edges", weights="special", bad_ids=True, id_dtype="int32"),
     ]
-    return _draw([(spec, False, usual), (shrunk(spec), True, on_special)], seed, device, tell)
+    return _draw([_CasesOf(spec, False, usual), _CasesOf(shrunk(spec), True, on_special)], seed, device, progress)
 
 
-def few_probes_of(spec: CollectionSpec, seed: int, tell: Progress) -> list[Probe]:
-    """Small batches and tables, for a backend that executes thread by thread: few for all plans, more for one."""
+def few_probes_of(spec: CollectionSpec, seed: int, progress: Progress) -> list[Probe]:
+    """Probes with small batches and tables, for a slow backend: few for all plans, and more for the default plan."""
     small = shrunk(spec)
-    ordinary = _draw([(small, False, FEW_FOR_ALL + FEW_FOR_ONE), (small, True, FEW_SPECIAL)], seed, CPU, tell)
-    return [replace(probe, for_all=index < len(FEW_FOR_ALL)) for index, probe in enumerate(ordinary)]
+    cases = [_CasesOf(small, False, FEW_FOR_ALL + FEW_FOR_ONE), _CasesOf(small, True, FEW_SPECIAL)]
+    probes = _draw(cases, seed, CPU, progress)
+    return [replace(probe, for_all=index < len(FEW_FOR_ALL)) for index, probe in enumerate(probes)]
 
 
 CPU = torch.device("cpu")
 
 
-def _draw(
-    parts: Sequence[tuple[CollectionSpec, bool, Sequence[Case]]], seed: int, device: torch.device, tell: Progress
-) -> list[Probe]:
-    """The probes of all cases: each part has its spec, whether its tables hold special numbers, and its cases."""
+class _CasesOf(NamedTuple):
+    """Cases to draw for a spec, and whether its tables hold special numbers."""
+
+    spec: CollectionSpec
+    special: bool
+    cases: Sequence[Case]
+
+
+def _draw(cases_of: Sequence[_CasesOf], seed: int, device: torch.device, progress: Progress) -> list[Probe]:
+    """The probes of all cases."""
     probes: list[Probe] = []
-    count = sum(len(cases) for _, _, cases in parts)
-    for number, (spec, special, cases) in enumerate(parts):
-        tell("drawing tables", number, len(parts))
+    count = sum(len(cases) for _, _, cases in cases_of)
+    for number, (spec, special, cases) in enumerate(cases_of):
+        progress("drawing tables", number, len(cases_of))
         tables = draw_tables(spec, seed, special, device)
         for case in cases:
-            tell("asking the reference", len(probes), count)
+            progress("computing the reference", len(probes), count)
             drawn = draw_batch(spec, case, seed + len(probes), device)
             expected = reference.lookup(spec, *drawn, tables, bounds_check="zero" if case.bad_ids else "error")
             probes.append(Probe(case, special, drawn, tables, expected))
@@ -116,7 +124,7 @@ def _draw(
 
 
 def call_of(plan: Plan, probe: Probe) -> tuple[Metadata, tuple[Tensor, ...], Batch, int, str]:
-    """The arguments by which a probe is put to a plan's kernel."""
+    """The arguments with which the kernel of a plan is called for a probe."""
     dtype = getattr(torch, plan.id_dtype)
     values, offsets, weights = probe.drawn
     batch = Batch(values.to(dtype), offsets.to(dtype), weights, probe.case.batch, None)
@@ -126,17 +134,17 @@ def call_of(plan: Plan, probe: Probe) -> tuple[Metadata, tuple[Tensor, ...], Bat
 
 
 def run(kernel: Kernel, probe: Probe) -> Result:
-    """The kernel's answer to a probe."""
-    return whole(*kernel(*call_of(kernel.plan, probe)))
+    """The results of a kernel for a probe."""
+    return as_result(*kernel(*call_of(kernel.plan, probe)))
 
 
-def whole(pooled: Tensor, sequence: Tensor | None) -> Result:
-    """A kernel's answer with an empty sequence where there is none."""
+def as_result(pooled: Tensor, sequence: Tensor | None) -> Result:
+    """The results of a kernel, with an empty tensor in the place of a sequence that is None."""
     return pooled, pooled.new_empty(0) if sequence is None else sequence
 
 
 def shrunk(spec: CollectionSpec, rows: int = SMALL_ROWS) -> CollectionSpec:
-    """The spec with tables of at most so many rows, but for padding ids, which stay among them."""
+    """The spec with tables of at most `rows` rows, or of more if padding ids need them."""
 
     def smaller(table: TableSpec) -> TableSpec:
         rows_of = [spec.padding_row(f) for f in spec.features if f.table == table.name]

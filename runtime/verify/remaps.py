@@ -1,4 +1,4 @@
-"""Whether a backend turns ids into rows as the reference does, for specs with remapped tables."""
+"""Checks that a backend turns the ids of remapped tables into the same rows as the reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from embforge.verify.cases import Case, draw_batch
 from embforge.verify.lookups import VerifyRow
 
 BATCHES = (0, 1, 70, 300)
+"""The numbers of samples of the batches."""
 MOST_IDS = 10_000
+"""The most ids and rows of a table."""
 
 
 def remap_rows(spec: CollectionSpec, on: str, arch: str, device: torch.device, seed: int) -> list[VerifyRow]:
-    """One row: batches of known, absent and unknown ids of both types. No row for a spec whose ids are its rows."""
+    """One row of the report, for batches of known, absent and unknown ids of both dtypes; none if all ids are rows."""
     if not spec.has_remaps:
         return []
     spec = replace(spec, tables=tuple(map(_smaller, spec.tables)))
@@ -51,13 +53,13 @@ def remap_rows(spec: CollectionSpec, on: str, arch: str, device: torch.device, s
 
 
 def _smaller(table: TableSpec) -> TableSpec:
-    """The table with few rows and ids: a kernel learns their numbers when it is called."""
+    """The table with few rows and ids. A kernel gets their numbers as arguments."""
     remap = None if table.remap is None else min(table.remap, MOST_IDS)
     return replace(table, num_embeddings=min(table.num_embeddings, MOST_IDS), remap=remap)
 
 
 def _batch(spec: CollectionSpec, size: int, id_dtype: str, seed: int, device: torch.device) -> Batch:
-    """Ids of the whole range of each table, padding ids and ids that no table knows."""
+    """A batch with ids from the whole range of each table, padding ids, and ids that no table has."""
     tables = tuple(replace(table, num_embeddings=table.num_ids, remap=None) for table in spec.tables)
     case = Case(size, bad_ids=True, id_dtype=id_dtype)
     drawn = draw_batch(replace(spec, tables=tables), case, seed, device)

@@ -1,4 +1,4 @@
-"""Whether a backend trains a spec as the reference does: rows, states and weights' gradients, bit for bit."""
+"""Checks that a backend trains a spec as the reference does: rows, states and gradients of weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embforge.verify.training_run import Trained, bits_of, training_run
 
 STEPS = 20
 ANY_NUMBER = 0.1
-"""For numbers of a rule of which nothing is known."""
+"""The value of a rule's number for which neither a class nor a file has a value."""
 CLASSES: dict[str, type[optim.Optimizer]] = {
     "sgd": optim.SGD,
     "momentum": optim.Momentum,
@@ -39,11 +39,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clip": {"max_row_norm": 0.5},
     "nearest": {"rounding": "nearest"},
 }
-"""Numbers that make a modifier of a rule's name show."""
+"""The arguments of an optimizer that give it a modifier of `update_named`, with numbers that change its results."""
 
 
 def optimizer_named(text: str) -> optim.Optimizer | None:
-    """The optimizer that a text names as `update_named` says; None for `none`. `RuleError` names what is allowed."""
+    """The optimizer for a text that `update_named` reads; None for `none`. `RuleError` names what is allowed."""
     update = update_named(text)
     if update is None:
         return None
@@ -55,11 +55,11 @@ def optimizer_named(text: str) -> optim.Optimizer | None:
 
 
 def _optimizer_of(update: Update, file: str) -> optim.Optimizer:
-    """A rule that is known only as such: with the file's numbers, or any."""
-    given = numbers_named(file)
-    if unknown := [name for name in given if name not in update.rule.hyper]:
+    """An optimizer for the update in a file, with the numbers in the file, or `ANY_NUMBER` where it has none."""
+    in_file = numbers_named(file)
+    if unknown := [name for name in in_file if name not in update.rule.hyper]:
         raise RuleError(f"{file}: hyper_values has {unknown[0]!r}; the rule's are {', '.join(update.rule.hyper)}")
-    numbers = tuple((name, given.get(name, ANY_NUMBER)) for name in update.rule.hyper)
+    numbers = tuple((name, in_file.get(name, ANY_NUMBER)) for name in update.rule.hyper)
     definition = optim.CustomRule(update.rule, numbers, ())
     return optim.Custom(lr=0.05, rounding=update.rounding, definition=definition, numbers=numbers)
 
@@ -73,7 +73,8 @@ def training_rows(
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[VerifyRow]:
-    """A row a rule: the same run on the backend, with one thread and with two, and on the reference."""
+    """One row of the report per rule: it compares a run on the backend, with one thread and with two, with a run on the
+    reference."""
     spec = spec.by_rows()
     for number, rule in enumerate(rules):
         progress("training", number, len(rules))
@@ -86,8 +87,8 @@ def training_rows(
         try:
             for count in threads:
                 got = training_run(spec, optimizer, on, steps=steps, seed=seed, threads=count)
-                found, distance = _differences(got, want)
-                different += [f"{name} ({count} threads)" for name in found]
+                names, distance = _differences(got, want)
+                different += [f"{name} ({count} threads)" for name in names]
                 error = max(error, distance)
         except KernelBugError as bug:
             detail, error = str(bug), float("inf")
@@ -98,14 +99,15 @@ def training_rows(
 
 
 def _differences(got: Trained, want: Trained) -> tuple[list[str], float]:
-    found, wanted = got.state | got.gradients, want.state | want.gradients
+    """The names of the tensors that differ in a bit, and the largest difference."""
+    actual, expected = got.state | got.gradients, want.state | want.gradients
     absent = torch.zeros(0, dtype=torch.float32, device="cpu")
-    pairs = {name: (found.get(name, absent), wanted.get(name, absent)) for name in found | wanted}
-    names = [name for name, (mine, theirs) in pairs.items() if not torch.equal(bits_of(mine), bits_of(theirs))]
+    pairs = {name: (actual.get(name, absent), expected.get(name, absent)) for name in actual | expected}
+    names = [name for name, (first, second) in pairs.items() if not torch.equal(bits_of(first), bits_of(second))]
     return names, max((_distance(*pairs[name]) for name in names), default=0.0)
 
 
-def _distance(mine: Tensor, theirs: Tensor) -> float:
-    if mine.shape != theirs.shape:
+def _distance(first: Tensor, second: Tensor) -> float:
+    if first.shape != second.shape:
         return float("inf")
-    return float((mine.float() - theirs.float()).abs().max())
+    return float((first.float() - second.float()).abs().max())

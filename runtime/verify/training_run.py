@@ -1,4 +1,4 @@
-"""A short training run that looks for trouble: whether two backends train alike shows in the bits it ends with."""
+"""A short training run on difficult batches. If two backends train equally, it ends with the same bits on both."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ CASES = (
     Case(9, lengths="edges", ids="same", id_dtype="int32"),
     Case(8, ids="zipf", bad_ids=True),
 )
-"""Duplicates inside a bag, across bags and features; one hot id; empty bags, an empty batch; runs around 64 and past
-1000 occurrences; ids that are no rows, which count as absent."""
+"""Batches with duplicates within a bag and across bags and features, a single id that occurs everywhere, empty bags, no
+samples, runs of about 64 and of more than 1000 occurrences, and ids that are not rows, which count as absent."""
 
 
 class Trained(NamedTuple):
-    """What a run ends with: the module's state, and the gradients that others than the module got."""
+    """The result of a training run."""
 
     state: dict[str, Tensor]
+    """The state dict of the module after the last step."""
     gradients: dict[str, Tensor]
+    """The gradients in each step: those of per-sample weights and, without a fused optimizer, those of tables."""
 
 
 def training_run(
@@ -50,10 +52,10 @@ def training_run(
     cases: Sequence[Case] = CASES,
     **more: Any,
 ) -> Trained:
-    """`steps` steps with batches of these cases and gradients drawn from the seed, on that many threads.
+    """Trains a module for some steps, with batches of these cases and gradients that are drawn from the seed.
 
-    Rows start equal whatever the backend. Without an optimizer they stay, and their sparse gradients count. `more`
-    goes to the module.
+    Rows start with the same numbers on every backend. Without an optimizer they do not change, and the result has their
+    sparse gradients. `more`: other arguments of the module.
     """
     with _threads(threads):
         device = device_of(backend)
@@ -68,7 +70,7 @@ def training_run(
         gradients: dict[str, Tensor] = {}
         for step in range(steps):
             drawn = draw_batch(spec, cases[step % len(cases)], seed * 1000 + step, device)
-            gradients |= {f"{name}, step {step}": found for name, found in _step(module, drawn, generator).items()}
+            gradients |= {f"{name}, step {step}": grad for name, grad in _step(module, drawn, generator).items()}
         return Trained({k: v.cpu() for k, v in module.state_dict().items()}, gradients)
 
 
@@ -80,13 +82,13 @@ def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator)
     incoming = [_normal(r.shape, generator).to(r.device, r.dtype) for r in results]
     torch.autograd.backward(results, incoming)
     module.check()
-    found = {} if weights is None or weights.grad is None else {"gradient of weights": weights.grad.cpu()}
+    gradients = {} if weights is None or weights.grad is None else {"gradient of weights": weights.grad.cpu()}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            found[f"rows with a gradient of {name}"] = sparse_indices(parameter.grad).cpu()
-            found[f"gradient of {name}"] = sparse_values(parameter.grad).cpu()
+            gradients[f"rows with a gradient of {name}"] = sparse_indices(parameter.grad).cpu()
+            gradients[f"gradient of {name}"] = sparse_values(parameter.grad).cpu()
             parameter.grad = None
-    return found
+    return gradients
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -94,8 +96,8 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """What two tensors of equal numbers have in common: their bytes, with one pattern for all NaNs."""
-    # A copy, because a view of one number may keep a stride that no view of its bytes can have.
+    """The bytes of a tensor, with one pattern for all NaNs: tensors of equal numbers have equal bytes."""
+    # A copy, because a view of one number may have a stride that a view of its bytes cannot have.
     flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     size = flat.element_size()
     numbers = flat.float() if flat.is_floating_point() else flat  # torch has no isnan for all formats

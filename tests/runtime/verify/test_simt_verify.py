@@ -84,7 +84,7 @@ def test_verify_counts_plans_and_tells_what_it_does(monkeypatch: pytest.MonkeyPa
     told = []
     report = verify(TINY, on="simt", progress=lambda what, done, total: told.append(what))
     assert report.passed and (report.on, report.arch, report.plans, report.left_out) == ("simt", DEFAULT_ARCH, 5, 2)
-    stages = ["building kernels", "drawing tables", "asking the reference", "running kernels"]
+    stages = ["building kernels", "drawing tables", "computing the reference", "running kernels"]
     assert list(dict.fromkeys(told)) == stages
     few = next(row for row in report.rows if "split" in row.check)
     assert few.cases == 5 + 2 * 2  # a schedule a plan, and two more of the default one with either id type

@@ -131,7 +131,7 @@ def test_an_error_of_a_run_is_a_row_and_the_others_run(monkeypatch: pytest.Monke
 def test_progress_is_told() -> None:
     told: list[str] = []
     verify(SPEC, on="reference", batch_sizes=(2,), threads=(1,), progress=lambda what, done, total: told.append(what))
-    assert list(dict.fromkeys(told)) == ["drawing tables", "asking the reference", "running kernels"]
+    assert list(dict.fromkeys(told)) == ["drawing tables", "computing the reference", "running kernels"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """embforge: fused embedding kernels generated for your spec. `import embforge as ef`.
 
-Importing it loads neither torch nor pydantic nor cuda: every public name is loaded when it is first used. Torch gets to
-know the operators of saved programs as soon as it is imported, before embforge or after.
+Importing it loads neither torch nor pydantic nor cuda: every public name is loaded when it is first used. The operators
+that saved programs need are registered with torch as soon as both torch and embforge are imported, in either order.
 """
 
 from __future__ import annotations

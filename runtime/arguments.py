@@ -1,4 +1,4 @@
-"""What a caller of an operator must see to. Callers of the module have it from `normalise`; kernels trust it."""
+"""Checks the arguments of the torch operators. Kernels trust them; a module's own calls are checked by `normalise`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _FP32 = torch.float32
 
 
 def checked_batch(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> Batch:
-    """The batch of a call."""
+    """The batch of an operator's call. Raises the errors of `check_arguments`."""
     check_arguments(plan, values, offsets, weights, bounds_check)
     return Batch(values, offsets, weights, (offsets.numel() - 1) // len(plan.spec.features), None)
 
 
 def check_arguments(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> None:
-    """Ids, offsets and weights in normal form, for the program's plan."""
+    """Raises TypeError or ValueError unless ids, offsets, weights and `bounds_check` are as the kernel of a plan
+    expects."""
     id_dtype = getattr(torch, DTYPES[plan.id_dtype].torch_name)
     for name, tensor, dtype in (
         ("values", values, id_dtype),
@@ -51,40 +52,46 @@ def check_arguments(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor
 
 
 def check_sequence_rows(layout: CollectionLayout, batch: Batch, sequence_rows: Sequence[int]) -> None:
-    """A kernel writes as many rows as offsets say: a caller who says fewer would have it write past the end."""
+    """Raises ValueError if `sequence_rows` does not agree with the offsets.
+
+    A kernel writes as many rows as the offsets say, and would write past the end of a smaller result.
+    """
     if not layout.sequence_features or not batch.offsets.is_cpu or batch.batch == 0:
-        return  # a look at a GPU's offsets would wait for it
+        return  # reading a GPU's offsets would wait for the device
     borders = batch.offsets[:: batch.batch].tolist()
     true = [borders[f.index + 1] - borders[f.index] for f in layout.sequence_features]
     if true != list(sequence_rows) and min(true) >= 0:
-        raise ValueError(f"sequence_rows: {list(sequence_rows)} given, offsets say {true}")
+        raise ValueError(f"sequence_rows: {list(sequence_rows)} does not fit the offsets, which say {true}")
 
 
 def sequence_elements(layout: CollectionLayout, sequence_rows: Sequence[int]) -> int:
-    """Numbers in the flat sequence output, from the ids of each `none` feature."""
+    """The number of elements of the flat sequence output. `sequence_rows`: the number of ids of each `none` feature."""
     return sum(rows * f.dim for rows, f in zip(sequence_rows, layout.sequence_features, strict=True))
 
 
 def rows_of(layout: CollectionLayout, blocks: Sequence[Tensor]) -> list[Tensor]:
-    """The rows `[rows, dim]` in the memory of tables `[rows, stride]`."""
-    for placed, block in zip(layout.tables, blocks, strict=True):
-        if block.dim() != 2 or block.shape[1] != placed.stride_elements or not block.is_contiguous():
+    """The rows `[rows, dim]` in the memory of tables, contiguous `[rows, stride]`. ValueError for other shapes."""
+    for table, block in zip(layout.tables, blocks, strict=True):
+        if block.dim() != 2 or block.shape[1] != table.stride_elements or not block.is_contiguous():
             raise ValueError(
-                f"tables: {tuple(block.shape)} with strides {block.stride()} stands for {placed.table.name!r}; "
-                f"allowed: contiguous [rows, {placed.stride_elements}]"
+                f"tables: {table.table.name!r} has shape {tuple(block.shape)} and strides {block.stride()}; "
+                f"allowed: contiguous [rows, {table.stride_elements}]"
             )
     return rows_in(layout, blocks)
 
 
 def rows_in(layout: CollectionLayout, tables: Sequence[Tensor]) -> list[Tensor]:
-    """The same for those who only read: `tables` may also be the rows alone, as far apart as the layout says."""
-    rows = [table[:, : placed.table.embedding_dim] for placed, table in zip(layout.tables, tables, strict=True)]
+    """The rows `[rows, dim]` of tables that are only read.
+
+    `tables` may be `[rows, stride]`, or `[rows, dim]` with the stride of the layout. ValueError for other tensors.
+    """
+    rows = [tensor[:, : table.table.embedding_dim] for table, tensor in zip(layout.tables, tables, strict=True)]
     check_tables(layout, rows)
     return rows
 
 
 class RulePlan(NamedTuple):
-    """The plan of an update, and the tables that it may train, by their places in the spec."""
+    """The kernel plan of an update, and the tables that it may train, by their indices in the spec."""
 
     plan: Plan
     tables: tuple[int, ...]
@@ -93,16 +100,16 @@ class RulePlan(NamedTuple):
 def check_states(
     rules: Sequence[RulePlan], tables: Sequence[Tensor], states: Sequence[Tensor], hyper: Tensor, counters: Tensor
 ) -> None:
-    """What a backward reads and writes beside rows."""
+    """Raises ValueError unless states, hyperparameters and counters have the shapes that a backward needs."""
     if len(states) != len(tables):
-        raise ValueError(f"states: {len(states)} for {len(tables)} tables; give one a table")
+        raise ValueError(f"states: {len(states)} for {len(tables)} tables; pass one tensor per table")
     wanted: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = []
     numbers = 0
-    for plan, places in rules:
+    for plan, indices in rules:
         assert plan.update is not None
-        for place in places:
-            width = plan.layout.tables[place].state_stride_bytes // STATE_BYTES
-            wanted.append(("states", states[place], (tables[place].shape[0], width), _FP32))
+        for index in indices:
+            width = plan.layout.tables[index].state_stride_bytes // STATE_BYTES
+            wanted.append(("states", states[index], (tables[index].shape[0], width), _FP32))
         numbers += len(HYPER) + len(plan.update.rule.hyper)
     wanted.append(("hyper", hyper, (numbers,), torch.float64))
     wanted.append(("counters", counters, (len(COUNTERS),), torch.int64))
@@ -113,7 +120,7 @@ def check_states(
 def checked_gradients(
     plan: Plan, batch: Batch, pooled: Tensor, sequence: Tensor, divisors: Tensor, winners: Tensor
 ) -> Gradients:
-    """What a backward takes, its shapes checked: kernels trust them."""
+    """The gradients that a backward kernel takes. ValueError unless they have the shapes and dtypes that it trusts."""
     layout, dtype = plan.layout, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
     size = batch.batch
     _check_tensor("grad_pooled", pooled, (size, layout.output_width), dtype)
@@ -131,9 +138,12 @@ def checked_gradients(
 
 
 def check_sequence_gradient(layout: CollectionLayout, batch: Batch, sequence: Tensor) -> None:
-    """A kernel reads as many gradients of rows as offsets say, which may have changed since the forward."""
+    """Raises ValueError unless the gradient of the sequence output fits the offsets.
+
+    A kernel reads as many gradients as the offsets say, and they may have changed since the forward.
+    """
     if not layout.sequence_features or not batch.offsets.is_cpu or batch.batch == 0:
-        return  # a look at a GPU's offsets would wait for it
+        return  # reading a GPU's offsets would wait for the device
     borders = batch.offsets[:: batch.batch].tolist()
     elements = sum((borders[f.index + 1] - borders[f.index]) * f.dim for f in layout.sequence_features)
     if sequence.numel() != elements and elements >= 0:

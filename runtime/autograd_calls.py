@@ -1,4 +1,4 @@
-"""Calls of autograd functions and what they keep, with the types that torch does not give them."""
+"""Types for autograd functions, which torch leaves untyped: their context, and their results."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from torch.autograd import Function
 
 
 class Context(Protocol):
-    """Where the forward of a function keeps what its backward needs.
+    """The `ctx` in which the forward of an autograd function keeps what its backward needs.
 
-    A protocol that derives from it lists, with their types, the attributes that one function adds.
+    A protocol that derives from it lists the attributes that one function adds, with their types.
     """
 
     needs_input_grad: tuple[Any, ...]
-    """Whether the gradient of each input is wanted; a list for a list of tensors."""
+    """For each input, whether its gradient is wanted; for an input that is a list of tensors, a list."""
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """What was saved: tensors, and None where there was none. RuntimeError if one has changed since."""
+        """The arguments of `save_for_backward`. RuntimeError if one of the tensors has changed since."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keeps tensors, which may not change until the backward."""
+        """Keeps tensors, which must not change until the backward."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Says which inputs the forward has changed."""
+        """Marks inputs that the forward has changed in place."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Says which results have no gradient."""
+        """Marks results that have no gradient."""
 
 
 def applied(function: type[Function], *inputs: object) -> Tensor:
-    """The result of a function that has one."""
+    """Applies an autograd function that returns one tensor."""
     result: Tensor = function.apply(*inputs)
     return result
 
 
 def all_applied(function: type[Function], *inputs: object) -> tuple[Tensor, ...]:
-    """The results of a function that has several, or one."""
+    """Applies an autograd function that returns one or more tensors. The result is a tuple in both cases."""
     results: Tensor | tuple[Tensor, ...] = function.apply(*inputs)
     return results if isinstance(results, tuple) else (results,)

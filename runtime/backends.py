@@ -1,4 +1,4 @@
-"""Which backend works where, and what it generates code for there."""
+"""Which backend works on which device, and for which architecture it generates code there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from embforge.codegen.targets.cuda.arch import nearest_arch
 
 BackendName = Literal["cuda", "cpu", "simt", "reference"]
 DEVICES_OF: dict[str, tuple[str, ...]] = {backend.name: backend.devices for backend in BACKENDS.values()}
-"""Which device types a backend works on."""
+"""The types of devices on which each backend works."""
 USUAL = {target.devices[0]: target.name for target in TARGETS.values() if not target.emulates}
-"""The backend for each type of device that nobody has to ask for."""
+"""The default backend for each type of device."""
 
 
 def is_backend(name: str) -> TypeGuard[BackendName]:
-    """Whether there is such a backend."""
+    """Whether a backend has this name."""
     return name in DEVICES_OF
 
 
 def backend_on(device: torch.device, wanted: str | None = None) -> BackendName:
-    """The backend to use on that device: `wanted`, else the usual one. ValueError if it does not work there."""
+    """The backend to use on a device: `wanted`, or the default if that is None. ValueError if it does not work
+    there."""
     if wanted is None:
         wanted = USUAL.get(device.type, USUAL["cpu"])
         assert is_backend(wanted)
@@ -38,7 +39,7 @@ def backend_on(device: torch.device, wanted: str | None = None) -> BackendName:
 
 
 def arch_of(backend: str, device: torch.device) -> str:
-    """What the backend generates code for on that device; on meta, where nothing runs, for any."""
+    """The architecture for which a backend generates code on a device. On meta, where nothing runs, a default."""
     target = target_named(backend)
     if target.needs_gpu and device.type != "meta":
         return nearest_arch(*torch.cuda.get_device_capability(device))
@@ -46,5 +47,5 @@ def arch_of(backend: str, device: torch.device) -> str:
 
 
 def device_of(backend: str) -> torch.device:
-    """The device on which a backend usually works."""
+    """The device on which a backend works by default."""
     return torch.device(target_named(backend).devices[0])

@@ -1,4 +1,4 @@
-"""On which device a module's tables are to lie."""
+"""The device of a module's tables: which devices are allowed, and which one the user has chosen."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ALLOWED = "allowed: 'cpu', 'cuda' with the number of a GPU or without, as 'cuda:
 
 
 def chosen_device(device: str | torch.device | None) -> torch.device:
-    """The device that was asked for, None being torch's default.
+    """The device that a `device` argument means; None means torch's default device.
 
-    `ToolchainError` if it is a GPU and there is none, ValueError for devices that embforge has no kernels for.
+    `ToolchainError` if it is a GPU and there is none, ValueError for devices for which embforge has no kernels.
     """
     try:
         chosen = torch.get_default_device() if device is None else torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device!r} is none that torch knows here; {ALLOWED}") from error
+        raise ValueError(f"device={device!r} is not a device that torch knows here; {ALLOWED}") from error
     if chosen.type not in TABLE_DEVICES:
         raise ValueError(f"device={str(chosen)!r} is not supported: embforge has no kernels for it; {ALLOWED}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
@@ -34,17 +34,18 @@ def chosen_device(device: str | torch.device | None) -> torch.device:
 
 
 def device_after(move: Callable[[Tensor], Tensor], rows: Tensor) -> torch.device:
-    """Where a move of a whole module, as `.to(device)`, would bring rows, asked without moving them.
+    """The device to which `move`, a function such as `.to(device)` passes to `_apply`, would move rows. It moves
+    nothing.
 
-    Raises as `chosen_device`, for all devices that torch itself cannot reach `ToolchainError`.
+    Raises the errors of `chosen_device`, and `ToolchainError` for all devices that torch itself cannot use.
     """
     try:
-        found = move(rows[:0]).device
+        device = move(rows[:0]).device
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs from device to device
         reason = str(error).partition("\n")[0]
         if not torch.cuda.is_available() and ("CUDA" in reason or "NVIDIA" in reason):
             raise ToolchainError(f"moving tables to device 'cuda' {NO_GPU}") from error
-        raise ToolchainError(f"tables cannot be moved there, torch says: {reason}; {ALLOWED}") from error
-    return chosen_device(found)
+        raise ToolchainError(f"tables cannot be moved there; torch's error: {reason}; {ALLOWED}") from error
+    return chosen_device(device)

@@ -28,7 +28,7 @@ from embforge.operators import dense as dense_ops
 from embforge.operators import lookup as ops
 from embforge.operators.exported import ExportedLookup
 from embforge.operators.visibility import has_numbers, leaves_process, must_be_seen
-from embforge.plan_choice import Choices, check_batch_size, check_given, choose_params, usable
+from embforge.plan_choice import Choices, check_batch_size, check_params, choose_params, usable
 from embforge.resolve import ResolveStep, resolve_step
 from embforge.storage.parameter_table import Sparse, sparse_tables
 from embforge.storage.remap import Remap, RemappedModule, set_remaps
@@ -48,50 +48,52 @@ SPARSE = (
     "gradients) or with an optimizer of embforge.optim, or compile without fullgraph=True"
 )
 ACCUMULATED = (
-    "gradients that accumulate until step() are no part of a graph: make the EmbeddingCollection without "
+    "gradients that accumulate until step() cannot be part of a graph: make the EmbeddingCollection without "
     "accumulate=True, or compile without fullgraph=True"
 )
-"""Why a call is left out of a graph."""
+"""Reasons why a compiled graph cannot contain a call."""
 
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
-# Named once: every dot in the path to a function is a look-up, and small lookups are counted in microseconds.
+# Named once for speed: every dot in the path to a function is an attribute access, and small lookups take microseconds.
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
 class _Ready(NamedTuple):
-    """A kernel's call with the metadata of the tables as they lay when it was made."""
+    """A kernel's call with the metadata of the tables, which is valid until a table moves."""
 
-    places: list[int]
+    addresses: list[int]
+    """The addresses and sizes of the tables when the metadata was made."""
     call: Callable[[Metadata, Sequence[Tensor], Batch, int, str], tuple[Tensor, Tensor | None]]
     metadata: Metadata
 
 
 class EmbeddingCollection(RemappedModule, Trained):
-    """All lookups of a spec in one fused kernel call.
+    """Computes all lookups of a spec in one fused kernel call.
 
-    `device`: where tables are; None: torch's default, as `with torch.device("meta")` sets it. `backend`: "cuda", "cpu",
-    "simt" (the CUDA kernels executed on the CPU, slowly, every access checked) or "reference"; None picks by device.
-    `bounds_check`: "error" raises IndexError for an id outside its table, "zero" takes such ids as absent, "unchecked"
-    trusts them (and is "zero" where a `padding_idx` is no row). `kernels`: a directory that `embforge gen` wrote,
-    looked in before the cache. `params`, `backward_params`: plan fields to use; None: what `embforge tune` found for
-    this spec and machine, else the default.
-    `batch_size`: the usual samples a call, if known: it chooses among tuned results and limits nothing.
+    `device`: the device of the tables; None is torch's default, which `with torch.device("meta")` sets. `backend`:
+    "cuda", "cpu", "simt" (the CUDA kernels executed on the CPU, slowly, with every access checked) or "reference"; None
+    chooses by device. `bounds_check`: "error" raises IndexError for an id outside its table, "zero" treats such ids as
+    absent, "unchecked" trusts ids (and is "zero" if a `padding_idx` is not a row). `kernels`: a directory that
+    `embforge gen` wrote, in which kernels are searched before the cache. `params`, `backward_params`: plan fields to
+    use; None uses what `embforge tune` found for this spec and machine, or the default if it found nothing.
+    `batch_size`: the usual number of samples per call, if known; it only helps to choose among tuned results.
 
-    `optimizer`: one of `ef.optim`, which updates rows in the backward pass (every forward's backward is one update), or
-    with `accumulate=True` in `step()`; None: tables are parameters for torch.optim. A mapping, as
-    `{"users": ef.optim.Adam(), "*": ef.optim.SGD()}`, gives tables optimizers of their own; with None in it, none.
-    `sparse` is for tables that are parameters: True (the default) gives them sparse gradients, which hold the rows that
-    occur; False dense ones, which every optimizer, DistributedDataParallel, `clip_grad_norm_` and torch.compile take,
-    and which cost each backward pass as many bytes as the tables have; or it names the tables with sparse ones.
+    `optimizer`: an optimizer of `ef.optim`, which updates rows in the backward pass (every forward's backward is one
+    update), or in `step()` if `accumulate=True`. None makes the tables parameters for torch.optim. A mapping such as
+    `{"users": ef.optim.Adam(), "*": ef.optim.SGD()}` has an optimizer for each table; None in it means that the table
+    is not trained. `sparse` is for tables that are parameters: True (the default) gives them sparse gradients, which
+    hold only the rows that occur. False gives them dense gradients, which all optimizers, DistributedDataParallel,
+    `clip_grad_norm_` and torch.compile support, and for which each backward pass writes as many bytes as the tables
+    have. A list of names gives these tables sparse gradients and the others dense ones.
 
-    `remap`: for tables whose ids are not rows (`TableSpec.remap`) the row of each id, by table; -1: the id is absent.
-    Without it a state dict must bring them, or `set_remap`, before the first call.
+    `remap`: for tables whose ids are not rows (`TableSpec.remap`), the row of each id, by table; -1 means that the id
+    is absent. Without this argument, a state dict or `set_remap` must set the rows before the first call.
     """
 
     _resolve: ResolveStep | None = None
-    """What runs before every lookup; None where ids are rows."""
+    """The step that turns ids into rows before every lookup; None where ids are rows."""
 
     def __init__(
         self,
@@ -125,13 +127,13 @@ class EmbeddingCollection(RemappedModule, Trained):
         self._bounds_check: str = usual_bounds_check(spec, bounds_check)
         self.backend = backend_on(device, backend)
         self.kernels = str(kernels) if kernels is not None else None
-        self._given: dict[str, Params | None] = {"forward": params, "backward": backward_params}
-        for op, fields in self._given.items():
-            check_given(fields, self.backend, op)
+        self._requested_params: dict[str, Params | None] = {"forward": params, "backward": backward_params}
+        for op, fields in self._requested_params.items():
+            check_params(fields, self.backend, op)
         check_batch_size(batch_size)
         self._batch_size = batch_size
         self.chosen: dict[str, Choices] = {}
-        """The fields of the plans for calls with such ids, and why these, by op."""
+        """The chosen plan fields, and the reason for each choice, by id dtype and op."""
         self.tables = Tables()
         sparse_names = sparse_tables(spec, sparse, optimizer)
         for place, table in enumerate(self.layout.tables):
@@ -156,12 +158,12 @@ class EmbeddingCollection(RemappedModule, Trained):
         self.programs = self._program_texts(device)
         self._own_rows()
         self.reset_parameters()
-        if self._fused and device.type != "meta":  # drawn behind the rows, so that these do not depend on the optimizer
+        if self._fused and device.type != "meta":  # drawn after the rows, so that they do not depend on the optimizer
             self.seed(drawn_seed())
         if FILE_VARIABLE in os.environ:
-            from embforge.recording import record_as_environment_says
+            from embforge.recording import record_by_environment
 
-            record_as_environment_says(self)
+            record_by_environment(self)
 
     @classmethod
     def from_modules(
@@ -172,35 +174,35 @@ class EmbeddingCollection(RemappedModule, Trained):
         output_dtype: str | None = None,
         **options: Any,
     ) -> EmbeddingCollection:
-        """A collection with the rows of torch's own modules, one feature per module under the name given to it.
+        """A collection with copies of the rows of torch's own modules. The names of modules become names of features.
 
         `modules`: nn.EmbeddingBag (its mode is the pooling) and nn.Embedding (pooling "none"); modules that share a
-        weight share a table. `weighted`: names of the features that are called with per-sample weights.
-        `output_dtype`: None is the modules' dtype where all have the same, else fp32. `options`: those of the
-        constructor; `device` defaults to the modules' own, and so does `sparse`: without a fused optimizer a table has
-        sparse gradients if all modules that share it have. Rows are copied, and frozen ones stay frozen. SpecError
-        names a module that cannot be taken over, and why.
+        weight share a table. `weighted`: the names of the features that are called with per-sample weights.
+        `output_dtype`: None is the dtype of the modules if all have the same, and fp32 otherwise. `options`: other
+        arguments of the constructor. The default of `device` is that of the modules. So is that of `sparse`: without a
+        fused optimizer, a table has sparse gradients if all modules that share it have them. Frozen weights stay
+        frozen. Raises SpecError with the name of a module that cannot be converted, and the reason.
         """
         spec, weights, sparse = convert(modules, weighted, output_dtype)
         chosen: dict[str, Any] = {"device": common_device(weights)} if options.get("device") is None else {}
         if options.get("optimizer") is None and options.get("sparse") is None:
             chosen["sparse"] = sparse
-        made = cls(spec, **options | chosen)
+        collection = cls(spec, **options | chosen)
         with torch.no_grad():
             for name, weight in weights.items():
-                if not made.weight(name).is_meta:
-                    made.weight(name).copy_(weight)
+                if not collection.weight(name).is_meta:
+                    collection.weight(name).copy_(weight)
         frozen = [name for name, weight in weights.items() if not weight.requires_grad]
         if frozen:
-            made.freeze(*frozen)
-        return made
+            collection.freeze(*frozen)
+        return collection
 
     def num_parameters(self) -> int:
-        """How many numbers the rows of all tables hold; states of an optimizer and padding do not count."""
+        """The number of elements in the rows of all tables. Optimizer states and padding do not count."""
         return sum(table.num_embeddings * table.embedding_dim for table in self.spec.tables)
 
     def reset_parameters(self) -> None:
-        """Draws all rows anew, uniformly from +-1/sqrt(rows); optimizer states and the step begin anew too."""
+        """Draws new values for all rows, uniformly from +-1/sqrt(rows), and resets optimizer states and the step."""
         for table in self.named_tables().values():
             table.reset()
         self.trainer.restart()
@@ -213,10 +215,11 @@ class EmbeddingCollection(RemappedModule, Trained):
         *,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """`[B, total dim]`, features side by side in the spec's order.
+        """Looks up a batch and returns `[B, total dim]`: the results of all features, concatenated in the spec's order.
 
-        `values`: ids, or anything `ef.Jagged`-like that carries its own borders; `offsets[F*B+1]` or
-        `lengths[F*B]` feature-major. Raises ValueError, TypeError or IndexError naming what is wrong.
+        `values`: ids, or an object such as `ef.Jagged` that has the borders of bags too, see docs/inputs.md.
+        `offsets[F*B+1]` or `lengths[F*B]`: the borders of bags, feature-major. `weights`: per-sample weights, one per
+        id. Raises ValueError, TypeError or IndexError that names what is wrong.
         """
         if self._has_sequence:
             names = ", ".join(repr(f.feature.name) for f in self.layout.sequence_features)
@@ -238,36 +241,38 @@ class EmbeddingCollection(RemappedModule, Trained):
         *,
         lengths: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
+        """Looks up a batch and returns one tensor per feature: `[B, width]`, or `[ids of the feature, dim]` for pooling
+        'none'. The arguments are those of a call of the module."""
         tables = self._weights()
         batch = normalise(self.spec, tables[0].device, values, offsets, weights, lengths)
         if self._resolve is not None:
             batch = self._resolve(batch)
         rows = self._sequence_rows(batch)
         pooled, sequence = self.lookup(tables, batch, rows)
-        parts = iter(() if sequence is None else sequence.split(self._sequence_sizes(rows)))
+        sequences = iter(() if sequence is None else sequence.split(self._sequence_sizes(rows)))
         result = {}
-        for placed in self.layout.features:
-            if placed.column is None:
-                result[placed.feature.name] = next(parts).view(-1, placed.dim)
+        for feature in self.layout.features:
+            if feature.column is None:
+                result[feature.feature.name] = next(sequences).view(-1, feature.dim)
             else:
-                result[placed.feature.name] = pooled[:, placed.column : placed.column + placed.width]
+                result[feature.feature.name] = pooled[:, feature.column : feature.column + feature.width]
         return result
 
     def weight(self, table: str) -> Tensor:
-        """The live rows of a table, `[rows, dim]`, maybe strided. Not valid after the module moves.
+        """The rows of a table, `[rows, dim]`, maybe strided. It is a parameter, unless the module has a fused
+        optimizer.
 
-        A parameter, unless the module has a fused optimizer.
+        The tensor is live: writing to it changes the table. It is not valid after the module moves.
         """
         self.spec.table(table)
         return self.named_tables()[table].weight
 
     def remaps(self) -> dict[str, Remap]:
-        """The remaps of those tables whose ids are not rows, by table."""
+        """The remaps by table name, for tables whose ids are not rows."""
         return remaps_of(self.named_tables())
 
     def check(self) -> None:
-        """Waits for the device and raises the error of an earlier call, if there is one (CUDA only has such)."""
+        """Waits for the device and raises the error of an earlier call, if there is one. Only CUDA has such errors."""
         for programs in self.programs.values():
             for program in dict.fromkeys(programs):
                 kernel = loaded_kernel(program)
@@ -275,15 +280,16 @@ class EmbeddingCollection(RemappedModule, Trained):
                     kernel.check()
 
     def plan(self, id_dtype: str = "int64") -> Plan:
-        """The plan that a call with such ids runs."""
+        """The plan of the kernel that a call with ids of this dtype runs, if no gradient is wanted."""
         return self.plans(id_dtype)["forward"]
 
     def plans(self, id_dtype: str = "int64") -> dict[str, Plan]:
-        """The plans of all that calls with such ids may run, by what they are for."""
+        """The plans of all kernels that calls with ids of this dtype may run, by what they are for: "forward", "train",
+        "backward" and so on."""
         return self._plans(id_dtype, self.device)
 
     def choices(self, id_dtype: str = "int64") -> dict[str, Choice]:
-        """The fields of each of these plans, and why these."""
+        """The fields of each of the plans that `plans` returns, and why they were chosen."""
         chosen: dict[str, Choice] = dict(self.chosen[id_dtype])
         fixed = Choice(ResolveParams(), "it has nothing to tune")
         of_op = {"forward": chosen["forward"], "forward_train": chosen["forward"], "resolve": fixed}
@@ -291,9 +297,9 @@ class EmbeddingCollection(RemappedModule, Trained):
 
     def extra_repr(self) -> str:
         spec = self.spec
-        held = size(sum(table.table_bytes for table in self.layout.tables))
+        memory = size(sum(table.table_bytes for table in self.layout.tables))
         sizes = (
-            f"{len(spec.tables)} tables, {len(spec.features)} features, {self.num_parameters():,} parameters, {held}"
+            f"{len(spec.tables)} tables, {len(spec.features)} features, {self.num_parameters():,} parameters, {memory}"
         )
         trained = f", optimizer={self.trainer}" if self._fused else ""
         trained += ", accumulate=True" if self.trainer.accumulate else ""
@@ -304,7 +310,8 @@ class EmbeddingCollection(RemappedModule, Trained):
         return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}{trained}"
 
     def lookup(self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """The part of every call after its input was checked: pooled, and the flat rows of `none` features."""
+        """The part of every call after the check of its input. Returns the pooled results, and the flat rows of `none`
+        features."""
         values = batch[0]
         if _is_grad_enabled() and self._want_gradients(tables, batch[2]):
             return self._lookup_to_train(tables, batch, sequence_rows)
@@ -312,11 +319,11 @@ class EmbeddingCollection(RemappedModule, Trained):
             return self._call_operator(tables, batch, sequence_rows)
         if self._fused:
             self.trainer.note_forward()
-        # Plain eager: the operator's own work without the dispatcher, which would cost as much as a small lookup.
+        # Plain eager calls skip the dispatcher, which would cost as much as a small lookup.
         batch = resolved(batch)
         ready = self._ready.get(values.dtype)
         if ready is None or ready[0] != places_of(tables):
-            if values.is_meta:  # nothing to read
+            if values.is_meta:  # the operator's fake implementation computes the shapes
                 return self._call_operator(tables, batch, sequence_rows)
             ready = self._make_ready(tables, batch)
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
@@ -333,17 +340,17 @@ class EmbeddingCollection(RemappedModule, Trained):
         parameters, holders = () if self._fused else tables, list(self.named_tables().values())
         if not must_be_seen(batch.values) and not batch.values.is_meta:
             return trainer.lookup(programs, self._storage(tables), holders, batch, elements, parameters)
-        if is_exporting():  # an exported graph serves: it has no use for an optimizer's states
+        if is_exporting():  # an exported graph only serves, and needs no optimizer states
             return self._call_operator(tables, batch, sequence_rows)
         storage, numbers = self._new_storage(tables), trainer.numbers
         if numbers is None and not any(h.sparse and t for h, t in zip(holders, storage.trainable, strict=True)):
             return self._call_dense_operator(tables, batch, sequence_rows)
         if numbers is None or trainer.accumulate:
-            # Sparse gradients and those that wait are no part of a graph: a compiler leaves these calls to Python.
+            # Sparse and accumulated gradients cannot be part of a graph: a compiler leaves these calls to Python.
             if _is_compiling() or has_numbers(batch.values):
                 untraced = _untraced(trainer.lookup, SPARSE if numbers is None else ACCUMULATED)
-                found: tuple[Tensor, Tensor | None] = untraced(programs, storage, holders, batch, elements, parameters)
-                return found
+                result: tuple[Tensor, Tensor | None] = untraced(programs, storage, holders, batch, elements, parameters)
+                return result
             return self._call_operator(tables, batch, sequence_rows)
         anchor = numbers.anchor if any(storage.trainable) else numbers.anchor.detach()
         results: tuple[Tensor, ...] = ops.lookup_train(
@@ -394,38 +401,41 @@ class EmbeddingCollection(RemappedModule, Trained):
         return results[0], results[1]
 
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
-        """Made ahead of calls, because torch.compile could not trace how."""
+        """The programs of all kernels, by id dtype. They are made before any call, because torch.compile could not
+        trace it."""
         self.chosen = {name: self._chosen(name, device) for name in ID_DTYPES.values()}
         self._exported = {dtype: self._exported_text(name) for dtype, name in ID_DTYPES.items()}
         programs = {
             dtype: self.trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
         }
-        texts = {dtype: found.resolve for dtype, found in programs.items()}
-        self._resolve = resolve_step(self.spec, self.backend, texts, self.remaps(), programs)
+        resolve_programs = {dtype: made.resolve for dtype, made in programs.items()}
+        self._resolve = resolve_step(self.spec, self.backend, resolve_programs, self.remaps(), programs)
         return programs
 
     def _exported_text(self, id_dtype: str) -> str:
-        return ExportedLookup(self.backend, id_dtype, self.spec, self._given["forward"], self._batch_size).text
+        params = self._requested_params["forward"]
+        return ExportedLookup(self.backend, id_dtype, self.spec, params, self._batch_size).text
 
     def _chosen(self, id_dtype: str, device: torch.device) -> Choices:
         groups, batch = self.trainer.groups, self._batch_size
         updates = () if groups is None else groups.different_updates()
-        chosen = choose_params(self.spec, self.backend, device, self._given, updates, batch, id_dtype)
+        chosen = choose_params(self.spec, self.backend, device, self._requested_params, updates, batch, id_dtype)
         return usable(chosen, partial(self._plans_with, id_dtype, device), self.kernels)
 
     def _plans(self, id_dtype: str, device: torch.device) -> dict[str, Plan]:
         chosen = self.chosen[id_dtype]
         return self._plans_with(id_dtype, device, chosen["forward"].params, chosen["backward"].params)
 
-    def _plans_with(self, id_dtype: str, device: torch.device, params: Params, behind: Params) -> dict[str, Plan]:
+    def _plans_with(self, id_dtype: str, device: torch.device, params: Params, backward: Params) -> dict[str, Plan]:
         arch = arch_of(self.backend, device)
-        return self.trainer.plans(self.spec, self.backend, arch, id_dtype, params, behind)
+        return self.trainer.plans(self.spec, self.backend, arch, id_dtype, params, backward)
 
     def _program(self, batch: Batch) -> Programs:
         return self.programs[batch.values.dtype]
 
     def _sequence_rows(self, batch: Batch) -> tuple[int, ...]:
-        """Ids of each `none` feature. Asks the device only if the caller did not say and there are several features."""
+        """The number of ids of each `none` feature. It is read from the device only if the caller did not pass it and
+        there are several features."""
         wanted = [f.index for f in self.layout.sequence_features]
         if not wanted:
             return ()
@@ -436,7 +446,7 @@ class EmbeddingCollection(RemappedModule, Trained):
         if batch.batch == 0:
             return (0,) * len(wanted)
         borders = batch.offsets[:: batch.batch].tolist()
-        # Kept within what exists: the kernel refuses offsets that lie, but only after this much is allocated.
+        # Limited to the number of ids: the kernel refuses wrong offsets, but only after results have been allocated.
         return tuple(max(0, min(borders[i + 1] - borders[i], batch.values.numel())) for i in wanted)
 
     def _sequence_sizes(self, rows: Sequence[int]) -> list[int]:
@@ -444,12 +454,13 @@ class EmbeddingCollection(RemappedModule, Trained):
 
     @property
     def bounds_check(self) -> str:
-        """What happens to an id outside its table. Chosen at construction."""
+        """How ids outside their table are treated: the constructor's argument, or "zero" instead of "unchecked" if ids
+        may be absent."""
         return self._bounds_check
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """The device of the tables."""
         device: torch.device = self._weights()[0].device
         return device
 
@@ -462,7 +473,7 @@ class EmbeddingCollection(RemappedModule, Trained):
         self._ready, self._kept = {}, None
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = backend_on(device)
-            self._given = dict.fromkeys(self._given)
+            self._requested_params = dict.fromkeys(self._requested_params)
         self.trainer.move(device)
         if self._facade is not None:
             self._facade.moved()
@@ -470,23 +481,26 @@ class EmbeddingCollection(RemappedModule, Trained):
         self._own_rows()
 
     def _own_rows(self) -> None:
-        """Lets operators that read rows tell this module's training of it."""
+        """Marks the first table, so that operators which read rows can notify this module's training."""
         if self.trainer.numbers is not None:
             self.trainer.numbers.own(self._weights()[0])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._fused and any(table.trainable for table in self.named_tables().values()):
             refuse_average()
-        kept = {name: value for name, value in self.__dict__.items() if name != "lookup"}  # a recording's: see there
-        anew: dict[str, Any] = {
+        kept = {
+            name: value for name, value in self.__dict__.items() if name != "lookup"
+        }  # set while recording.py records
+        # A copy may be loaded in another process or on another machine, so it makes these again.
+        emptied: dict[str, Any] = {
             "_ready": {},
             "_kept": None,
             "programs": {},
             "_exported": {},
             "_facade": None,
             "_resolve": None,
-        }  # maybe elsewhere
-        return {**kept, **anew}
+        }
+        return {**kept, **emptied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
@@ -495,7 +509,7 @@ class EmbeddingCollection(RemappedModule, Trained):
 
 
 def _untraced(function: Any, reason: str) -> Any:
-    """The function left out of graphs; where that is not allowed (fullgraph=True) torch's error says the reason."""
+    """The function, excluded from compiled graphs. If that is not allowed (fullgraph=True), torch's error says why."""
     if _is_compiling():
         graph_break(reason)
     return torch.compiler.disable(function)

@@ -1,4 +1,4 @@
-"""From torch's own embedding modules to a spec: which tables and features they are, and what cannot be kept."""
+"""Converts torch's own embedding modules to a spec, and refuses options that a collection does not have."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from embforge.number_formats import torch_dtype
 from embforge.torch_internals import has_forward_hooks
 
 DTYPE_NAMES = {torch_dtype(name): name for name in TABLE_DTYPES}
-"""The names of torch's dtypes in a spec."""
+"""The name in a spec of each dtype of torch that tables may have."""
 
 
 class Converted(NamedTuple):
-    """The spec that modules amount to, the rows of its tables by name, and which tables have sparse gradients."""
+    """The spec that is equivalent to some modules of torch."""
 
     spec: CollectionSpec
     weights: dict[str, Tensor]
+    """The weights of the modules, by table."""
     sparse: frozenset[str]
+    """The tables that have sparse gradients."""
 
 
 def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_dtype: str | None) -> Converted:
-    """One feature per module, in the order given; modules that share a weight share a table.
+    """A spec with one feature per module, in the order of `modules`. Modules that share a weight share a table.
 
-    `weighted` names the features that take per-sample weights. `output_dtype`: None keeps the modules' own dtype where
-    all have the same, and is fp32 where they differ. Raises SpecError naming the module and what cannot be kept.
+    `weighted`: the names of the features that have per-sample weights. `output_dtype`: None is the modules' own dtype
+    if all have the same, and fp32 otherwise. Raises SpecError with the name of the module and the option that is
+    refused.
     """
     if not isinstance(modules, Mapping | nn.ModuleDict):
         raise SpecError(
-            f"from_modules: got a {type(modules).__name__}; give a dict of feature names to nn.EmbeddingBag or "
-            "nn.Embedding modules, as {'user': model.user_bag}"
+            f"from_modules: got a {type(modules).__name__}; pass a dict from feature names to nn.EmbeddingBag or "
+            "nn.Embedding modules, such as {'user': model.user_bag}"
         )
     if not modules:
-        raise SpecError("from_modules: no modules are given; give a dict of feature names to nn.EmbeddingBag modules")
+        raise SpecError("from_modules: the dict has no modules; pass at least one nn.EmbeddingBag or nn.Embedding")
     for name in weighted:
         if name not in modules:
             raise SpecError(f"from_modules: weighted names {name!r}; the modules are {', '.join(map(repr, modules))}")
@@ -57,23 +60,23 @@ def convert(modules: Mapping[str, nn.Module], weighted: Collection[str], output_
         padding: Any = module.padding_idx
         table = tables[id(weight)].name
         features.append(FeatureSpec(name, table, pooling, weighted=name in weighted, padding_idx=padding))
-        if not module.sparse:  # what several modules give a weight is dense if one of them gives it a dense one
+        if not module.sparse:  # the sum of gradients from several modules is dense if one of them is dense
             dense.add(table)
     spec = CollectionSpec(tuple(tables.values()), features, output_dtype or _common_dtype(tables.values()))  # type: ignore[arg-type]
     return Converted(spec, weights, frozenset(weights) - dense)
 
 
 def common_device(weights: Mapping[str, Tensor]) -> torch.device:
-    """Where all weights are. ValueError if they are on several devices."""
+    """The device of all weights. ValueError if they are on several devices."""
     devices = {name: weight.device for name, weight in weights.items()}
     if len(set(devices.values())) > 1:
-        places = ", ".join(f"{name!r} on {device}" for name, device in devices.items())
-        raise ValueError(f"from_modules: the modules are on several devices ({places}); give device=, or move them")
+        listed = ", ".join(f"{name!r} on {device}" for name, device in devices.items())
+        raise ValueError(f"from_modules: the modules are on several devices ({listed}); pass device=, or move them")
     return next(iter(devices.values()))
 
 
 def _checked(name: str, module: nn.Module) -> Tensor:
-    """The weight of a module that can be taken over as it is."""
+    """The weight of a module. SpecError if the module cannot be converted."""
     if type(module) not in (nn.Embedding, nn.EmbeddingBag):
         raise SpecError(
             f"from_modules: {name!r} is a {type(module).__name__}; allowed: nn.Embedding and nn.EmbeddingBag "

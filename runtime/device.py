@@ -1,4 +1,4 @@
-"""Facts about a GPU that a report of what ran on it needs."""
+"""Facts about a GPU, for reports about kernels that ran on it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from embforge.codegen.machine import package_version
 from embforge.launch.cuda.kernels import driver_version
 
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+"""The packages whose versions are reported."""
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """What torch and the driver say about a CUDA device."""
+    """All facts about a CUDA device: the chip, the driver, torch and packages."""
     return facts_of(torch.cuda.get_device_properties(device), driver_version())
 
 
 def hardware_facts(properties: Any) -> dict[str, Any]:
-    """What torch's properties of a device say about the chip."""
+    """The facts about the chip in torch's properties of a device."""
     return {
         "name": properties.name,
         "arch": f"sm_{properties.major}{properties.minor}",
@@ -29,7 +30,7 @@ def hardware_facts(properties: Any) -> dict[str, Any]:
 
 
 def facts_of(properties: Any, driver: tuple[int, int]) -> dict[str, Any]:
-    """The facts from torch's properties of a device and the newest CUDA that the driver serves."""
+    """All facts, from torch's properties of a device and the newest version of CUDA that the driver supports."""
     return {
         **hardware_facts(properties),
         "driver": "CUDA {}.{}".format(*driver),

@@ -1,4 +1,4 @@
-"""`ef.explain(module)`: what a module will run and why, in plain text."""
+"""`ef.explain(module)`: which kernels a module runs, and why, as plain text."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from embforge.collection import EmbeddingCollection
 
 
 def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
-    """Backend, optimizer, all kernels, where they come from, their plan fields and why, buckets, memory.
-
-    Compiles nothing.
+    """Describes what a module runs for ids of a dtype: backend, optimizer, all kernels and where their binaries are,
+    their plan fields and the reasons for them, buckets, and memory. It compiles nothing.
     """
     if not isinstance(module, EmbeddingCollection):
         raise TypeError(
-            f"explain takes an EmbeddingCollection, got a {type(module).__name__}; give the collection in it, as "
+            f"explain takes an EmbeddingCollection, got a {type(module).__name__}; pass the collection in it, such as "
             "explain(model.embeddings)"
         )
     plans, choices = module.plans(id_dtype), module.choices(id_dtype)
     plan = plans["forward"]
-    behind = [plans[name] for name in plans if name not in ("resolve", "forward", "train")]
+    backward = next(plans[name] for name in plans if name not in ("resolve", "forward", "train"))
     generated = target_named(plan.target).is_generated
     kernels = [] if not generated else [(role, name) for role in ROLES for name in _named(role, plans)]
     sections = [
@@ -38,25 +37,25 @@ def explain(module: EmbeddingCollection, id_dtype: str = "int64") -> str:
         ["buckets (features that share one inner loop):", *map(_bucket, plan.buckets)],
         _memory(plan, module),
         *(_kernel(plans[name], module.kernels, choices[name], _title(role, name)) for role, name in kernels),
-        _fields(behind[0], "plan fields of the backward"),
+        _fields(backward, "plan fields of the backward"),
     ]
     return "\n".join("\n  ".join(section) for section in sections if section)
 
 
 ROLES = {
-    "resolve": "kernel of the rows of ids",
-    "train": "kernel of a forward whose backward comes",
+    "resolve": "kernel that turns ids into rows",
+    "train": "kernel of a forward with a backward",
     "backward": "kernel of the update in a backward",
     "reduce": "kernel of the gradients of rows",
     "weight_gradient": "kernel of the gradients of weights",
     "step": "kernel of the update in step()",
     "merge": "kernel of clip_grad_norm_()",
 }
-"""What plans of training are for."""
+"""Titles of all kernels except the forward without gradients, by their names in `plans`."""
 
 
 def _named(role: str, plans: Mapping[str, Plan]) -> list[str]:
-    """The plans for a role: where tables have optimizers of their own, one per optimizer, as `backward[users]`."""
+    """The names of the plans for a role. With a mapping of optimizers there is one per optimizer: `backward[users]`."""
     return [name for name in plans if name.partition("[")[0] == role]
 
 
@@ -68,23 +67,23 @@ def _kernel(plan: Plan, kernels: str | None, choice: Choice, role: str = "kernel
     if not target_named(plan.target).is_generated:
         return ["kernel: none; plain torch operations"]
     if role == ROLES["train"] and plan.op == "forward":
-        return [f"{role}: the same as without"]
+        return [f"{role}: the same as without a backward"]
     directory = Path(kernels) if kernels else None
-    found = locate(plan, kernels=directory)
-    if found:
-        place = f"loaded from {found}"
+    binary = locate(plan, kernels=directory)
+    if binary:
+        origin = f"loaded from {binary}"
     elif jit_allowed():
-        place = "not built yet: compiled at the first call"
+        origin = "not built yet: compiled by the first call"
     else:
-        place = f"missing, and EMBFORGE_JIT forbids compiling it; make it by `{gen_command([plan], directory)}`"
-    return [f"{role}: {plan.uri}", place, f"parameters: {_changed(plan)}; {choice.why}"]
+        origin = f"missing, and EMBFORGE_JIT forbids compiling it; make it with `{gen_command([plan], directory)}`"
+    return [f"{role}: {plan.uri}", origin, f"parameters: {_changed(plan)}; {choice.why}"]
 
 
 def _changed(plan: Plan) -> str:
-    """Plan fields that differ from the default."""
+    """The plan fields that differ from the default."""
     default = type(plan.params)()
     names = [f.name for f in fields(plan.params) if getattr(plan.params, f.name) != getattr(default, f.name)]
-    return ", ".join(f"{name}={getattr(plan.params, name)}" for name in names) or "all as by default"
+    return ", ".join(f"{name}={getattr(plan.params, name)}" for name in names) or "all have their defaults"
 
 
 def _fields(plan: Plan, title: str) -> list[str]:
@@ -104,7 +103,7 @@ def _memory(plan: Plan, module: EmbeddingCollection) -> list[str]:
     used = sum(t.row_bytes * t.table.num_embeddings for t in plan.layout.tables)
     held = sum(t.stride_bytes * t.table.num_embeddings for t in plan.layout.tables)
     states = sum(t.state_stride_bytes * t.table.num_embeddings for t in module.layout.tables)
-    beside = f"; states of the optimizer beside them: {size(states)}" if states else ""
+    other = f"; other states of the optimizer: {size(states)}" if states else ""
     remaps = sum(remap.entries.nbytes for remap in module.remaps().values())
-    beside += f"; rows of ids: {size(remaps)}" if remaps else ""
-    return [f"tables: {size(held)}, of which padding {size(held - used)}{beside}"]
+    other += f"; rows of ids: {size(remaps)}" if remaps else ""
+    return [f"tables: {size(held)}, of which padding {size(held - used)}{other}"]

@@ -1,8 +1,8 @@
-"""The end of process groups that modules make for themselves.
+"""Destroys the process groups that modules have made for themselves before the interpreter ends.
 
-A thread of gloo may still hold the tensors of a collective that is done, and it needs Python's lock to drop them. If
-the interpreter is gone by then, the process dies by SIGABRT ("terminate called without an active exception"). Giving a
-group back waits for its threads, so each group is given back before the interpreter goes.
+A thread of gloo may still hold the tensors of a finished collective, and it needs Python's lock to free them. If the
+interpreter has ended by then, the process dies by SIGABRT ("terminate called without an active exception"). Destroying
+a group waits for its threads.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 
-def end_with(owner: object, group: dist.ProcessGroup) -> Callable[[], object]:
-    """Gives a group back when its owner is freed, when the result is called, or at exit, whichever comes first."""
-    return weakref.finalize(owner, _give_back, group, os.getpid())
+def end_with(user: object, group: dist.ProcessGroup) -> Callable[[], object]:
+    """Destroys a group when the object that uses it is freed, when the returned function is called, or at exit,
+    whichever comes first."""
+    return weakref.finalize(user, _destroy, group, os.getpid())
 
 
 def end_at_exit(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Gives a group back when the program ends, and not before; returns the group.
+    """Destroys a group when the program ends, and not before. Returns the group.
 
-    For groups of a part of the ranks: torch would give the name of one that is gone, and with it what it left in the
-    store, to the next.
+    Groups of only some ranks must exist that long: torch would give the name of a destroyed group to the next one,
+    which would then find the first group's entries in the store.
     """
-    atexit.register(_give_back, group, os.getpid())
+    atexit.register(_destroy, group, os.getpid())
     return group
 
 
-def _give_back(group: dist.ProcessGroup, process: int) -> None:
-    """Ends a group that this process made, unless the program has ended it already."""
+def _destroy(group: dist.ProcessGroup, process: int) -> None:
+    """Destroys a group that the process with this id made, unless the program has already destroyed it."""
     if os.getpid() != process or not dist.is_initialized():  # a forked child has no threads of the group
         return
     try:

@@ -1,8 +1,7 @@
-"""What a lookup accepts. The one place where a call's arguments are checked and brought to one form.
+"""The input of lookups: the only place where the arguments of a call are checked and brought to one form.
 
-`normalise` looks at types, shapes and devices only, never at numbers: it is called before every lookup, must not
-wait for a device, and traces under torch.compile. `raise_bad_input` looks at the numbers, after a kernel has
-seen something bad in them.
+`normalise` checks types, shapes and devices, but no numbers: it runs before every lookup, must not wait for a device,
+and is traced by torch.compile. `raise_bad_input` checks the numbers, after a kernel has found something wrong in them.
 """
 
 from __future__ import annotations
@@ -33,26 +32,31 @@ BOUNDS_CHECKS: tuple[str, ...] = get_args(BoundsCheck)
 _INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
 _INT32_MAX = 2**31 - 1
 CPU = torch.device("cpu")
-"""The device of host tensors. Passing this very object to `normalise` saves it a comparison."""
+"""The device of host tensors. `normalise` is faster if it gets this object and not an equal one."""
 
 
 def usual_bounds_check(spec: CollectionSpec, bounds_check: BoundsCheck) -> BoundsCheck:
-    """The check that is in effect: the requested one, but "zero" instead of "unchecked" where ids may be absent,
-    because only a check recognises them."""
+    """The bounds check that a module uses: the requested one, but "zero" instead of "unchecked" if ids may be absent,
+    because kernels recognise absent ids only when they check."""
     return "zero" if bounds_check == "unchecked" and spec.has_absent_ids else bounds_check
 
 
 class Batch(NamedTuple):
-    """A call in its one form: 1-D contiguous tensors on the tables' device, offsets in the dtype of values."""
+    """The input of a call in its normal form: 1-D contiguous tensors on the tables' device, feature-major."""
 
     values: Tensor
+    """The ids, int32 or int64."""
     offsets: Tensor
+    """The borders of bags, in the dtype of `values`."""
     weights: Tensor | None
+    """The per-sample weights, float32."""
     batch: int
+    """The number of samples."""
     rows_per_feature: tuple[int, ...] | None
+    """The number of ids of each feature, if the host knows it."""
 
 
-_batch = partial(tuple.__new__, Batch)  # a named tuple's own constructor takes twice as long
+_batch = partial(tuple.__new__, Batch)  # the constructor of a named tuple takes twice as long
 
 
 def normalise(
@@ -63,12 +67,13 @@ def normalise(
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Batch:
-    """The batch that a call means. `values` may be a tensor, a mapping of feature to ids, a `Jagged`, a nested
-    jagged tensor of F*B bags or anything with the interface of TorchRec's KeyedJaggedTensor; see docs/inputs.md.
+    """The batch that the arguments of a call describe. `values` may be a tensor, a mapping from features to ids, a
+    `Jagged`, a nested jagged tensor of F*B bags or an object with the interface of TorchRec's KeyedJaggedTensor; see
+    docs/inputs.md.
 
-    Raises TypeError (dtype or kind of an argument) or ValueError (shape, length or device), naming the argument.
+    Raises TypeError (dtype or type of an argument) or ValueError (shape, length or device) that names the argument.
     """
-    # What nearly every call is, told from all else by the cheapest questions (about 1 µs together).
+    # The form of nearly every call is recognised by the cheapest checks, which take about 1 µs together.
     if type(values) is Tensor and type(offsets) is Tensor and lengths is None:
         dtype = values.dtype
         if (
@@ -92,10 +97,10 @@ def normalise(
 
 
 def resolved(batch: Batch) -> Batch:
-    """The batch with all numbers as memory holds them, for kernels that are called by pointer.
+    """The batch without lazily negated tensors, for kernels that read memory by address.
 
-    torch may negate a tensor lazily (`Tensor.is_neg`, as of the imaginary part of a conjugate): its memory then holds
-    other numbers. Calls of an operator need nothing: torch's dispatcher does the same for them.
+    torch may negate a tensor lazily (see `Tensor.is_neg`; the imaginary part of a conjugate is an example): its memory
+    then holds the numbers with the other sign. In calls of an operator torch's dispatcher does the same.
     """
     values, offsets, weights, size, rows = batch
     if values.is_neg() or offsets.is_neg() or (weights is not None and weights.is_neg()):
@@ -119,7 +124,7 @@ def _normalise_any(spec: CollectionSpec, device: torch.device, parts: Parts) -> 
     values = _checked("values", parts.values, (_INT32, _INT64), device)
     weights = None if parts.weights is None else _checked("weights", _uncast(parts.weights), (_FLOAT32,), device)
     if weights is not None and weights.numel() != values.numel():
-        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight per id")
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; pass one weight per id")
     features = len(spec.features)
     if parts.lengths is not None:
         lengths = _checked("lengths", flat_lengths(parts.lengths, features), (_INT32, _INT64), device)
@@ -134,7 +139,7 @@ def _normalise_any(spec: CollectionSpec, device: torch.device, parts: Parts) -> 
         _check_offsets_length(offsets, features)
     batch = (offsets.numel() - 1) // features
     if values.dtype is _INT32 and offsets.dtype is _INT64:
-        if values.numel() < _INT32_MAX:  # clamped, so that a border past int32 stays as wrong as it was
+        if values.numel() < _INT32_MAX:  # clamped, so that an offset that does not fit into int32 stays wrong
             offsets = offsets.clamp(-_INT32_MAX, _INT32_MAX).to(_INT32)
         else:
             values = values.to(_INT64)
@@ -145,7 +150,7 @@ def _normalise_any(spec: CollectionSpec, device: torch.device, parts: Parts) -> 
 
 
 def _uncast(weights: Any) -> Any:
-    """Weights that a model computed under torch.autocast, in the dtype that lookups take there and elsewhere."""
+    """Weights that a model has computed under torch.autocast, converted to float32, which lookups need there too."""
     narrow = isinstance(weights, Tensor) and weights.dtype in (torch.float16, torch.bfloat16)
     return weights.to(_FLOAT32) if narrow and torch.is_autocast_enabled(weights.device.type) else weights
 
@@ -157,7 +162,7 @@ def _checked(name: str, tensor: Any, dtypes: Sequence[torch.dtype], device: torc
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: dtype {tensor.dtype} is not allowed; allowed: {allowed}; convert it with .to()")
     if tensor.dim() != 1:
-        raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not allowed; allowed: 1-D; see flatten()")
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not allowed; allowed: 1-D; use flatten()")
     same = tensor.device.type == device.type and (tensor.is_cpu or device.index in (None, tensor.device.index))
     if not same:
         raise ValueError(
@@ -179,14 +184,15 @@ def _check_rows(spec: CollectionSpec, rows: tuple[int, ...], values: Tensor, off
         raise ValueError(
             f"rows_per_feature: {rows} does not fit {len(spec.features)} features with {values.numel()} ids together"
         )
-    if values.is_cpu and not torch.compiler.is_compiling():  # a look at device memory would wait for the device
+    if values.is_cpu and not torch.compiler.is_compiling():  # reading device memory would wait for the device
         true = tuple(offsets[::batch].diff().tolist()) if batch else (0,) * len(rows)
         if rows != true:
-            raise ValueError(f"rows_per_feature: {rows} given, offsets say {true}")
+            raise ValueError(f"rows_per_feature: {rows} does not fit the offsets, which say {true}")
 
 
 def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: Any, weights: Any, lengths: Any) -> Parts:
-    """Tensors out of whatever carries them. What comes with its own borders takes none beside it."""
+    """The tensors of a call, taken out of the object that holds them. ValueError if borders or weights are passed
+    twice."""
     values, offsets, weights, lengths = map(as_tensor, (values, offsets, weights, lengths))
     features = len(spec.features)
     if isinstance(values, Tensor) and not values.is_nested:
@@ -195,30 +201,30 @@ def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: An
                 return from_dense(values, weights, features)
             return from_dense_with_lengths(values, weights, lengths, features)
         if (offsets is None) == (lengths is None):
-            given = "neither" if offsets is None else "both"
-            raise ValueError(f"offsets, lengths: {given} given; give exactly one of them")
+            passed = "neither was" if offsets is None else "both were"
+            raise ValueError(f"offsets, lengths: {passed} passed; pass exactly one of them")
         return Parts(values, offsets, weights, lengths)
     kind = type(values).__name__
     if isinstance(values, Mapping):
         if weights is not None and not isinstance(weights, Mapping):
-            raise ValueError(f"weights: given beside a {kind}; give a mapping of feature to weights")
+            raise ValueError(f"weights: passed together with a {kind}; pass a mapping of feature to weights")
         parts, weights = from_mapping(values, [f.name for f in spec.features], device, weights), None
     else:
-        parts = _carried(spec, values)
+        parts = _from_object(spec, values)
     if offsets is not None or lengths is not None:
         name = "lengths" if offsets is None else "offsets"
-        raise ValueError(f"{name}: given beside a {kind}, which has its own; leave it out")
+        raise ValueError(f"{name}: passed together with a {kind}, which has its own; leave it out")
     if weights is None:
         return parts
     if parts.weights is not None:
-        raise ValueError(f"weights: given beside a {kind}, which has its own; leave one out")
+        raise ValueError(f"weights: passed together with a {kind}, which has its own; leave one out")
     if not isinstance(values, Jagged | Tensor):
-        raise ValueError(f"weights: given beside a {kind}; give it the weights, so that they follow its keys")
+        raise ValueError(f"weights: passed together with a {kind}; put them into it, so that they follow its keys")
     return parts._replace(weights=_from_nested(weights).values if getattr(weights, "is_nested", False) else weights)
 
 
-def _carried(spec: CollectionSpec, values: Any) -> Parts:
-    """What is in an object that carries a whole batch."""
+def _from_object(spec: CollectionSpec, values: Any) -> Parts:
+    """The tensors in an object that holds a whole batch."""
     if isinstance(values, Jagged):
         if values.num_features not in (None, len(spec.features)):
             raise ValueError(
@@ -275,14 +281,14 @@ def _from_keyed(spec: CollectionSpec, keyed: Any) -> Parts:
 def raise_bad_input(
     spec: CollectionSpec, values: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, bounds_check: str
 ) -> None:
-    """Raises for the first bad number of a batch, and returns if there is none.
+    """Raises an error for the first bad number of a batch, and returns if there is none.
 
-    In this order: offsets (ValueError), then `concat` bags longer than their hotness (ValueError), then, if
-    `bounds_check` is "error", ids outside their table (IndexError), by feature, sample and position.
+    The order of the checks is: offsets (ValueError), `concat` bags that are longer than their hotness (ValueError),
+    and, if `bounds_check` is "error", ids outside their table (IndexError), by feature, sample and position.
     """
     _check_offsets_length(offsets, len(spec.features))
     if weights is not None and weights.numel() != values.numel():
-        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; give one weight per id")
+        raise ValueError(f"weights: {weights.numel()} numbers for {values.numel()} ids; pass one weight per id")
     if int(offsets[0]) != 0:
         raise ValueError(f"offsets: offsets[0] is {int(offsets[0])}; offsets must start at 0")
     at = _first(offsets[1:] < offsets[:-1])
@@ -318,12 +324,12 @@ def _check_ids(spec: CollectionSpec, index: int, values: Tensor, borders: Tensor
     at = _first(wrong if absent is None else wrong & (ids != absent))
     if at is None:
         return
-    place = torch.tensor([begin + at], dtype=borders.dtype, device=borders.device)
-    sample = int(torch.searchsorted(borders, place, right=True)) - 1
+    position = torch.tensor([begin + at], dtype=borders.dtype, device=borders.device)
+    sample = int(torch.searchsorted(borders, position, right=True)) - 1
     id_dtype = "int32" if values.dtype is _INT32 else "int64"
     raise bad_id(spec, index, int(ids[at]), sample, begin + at - int(borders[sample]), id_dtype)
 
 
 def _first(flags: Tensor) -> int | None:
-    """Where the first True stands."""
+    """The index of the first True, or None."""
     return int(flags.int().argmax()) if bool(flags.any()) else None

@@ -1,4 +1,4 @@
-"""Ids of many bags of different lengths as one value, with what the host already knows about their sizes."""
+"""`Jagged`: the input of a lookup as one object that a DataLoader can make, pin and move."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from embforge.torch_internals import collating
 class Jagged:
     """The input of a lookup: `values[N]`, and `offsets[F*B+1]` or `lengths[F*B]` or `[F, B]`, feature-major.
 
-    `rows_per_feature` (ids per feature) lets the outputs of `none` features be sized without asking the device.
-    `num_features` is F, without which a batch cannot be cut by samples; two-dimensional lengths and `rows_per_feature`
-    tell it too. A module checks the tensors when it is called; here only what can be said without their module.
+    `rows_per_feature`: the number of ids of each feature; with it, results of `none` features can be allocated without
+    waiting for the device. `num_features`: F, which is needed to select samples of a batch; two-dimensional lengths and
+    `rows_per_feature` determine it too. Only what does not depend on a module is checked here; a module checks the
+    tensors when it is called.
 
-    It goes through a DataLoader (`collate_fn=ef.collate`), pinned memory and `to(device, non_blocking=True)`.
+    It works with a DataLoader (`collate_fn=ef.collate`), pinned memory and `to(device, non_blocking=True)`.
     """
 
     values: Tensor
@@ -33,23 +34,23 @@ class Jagged:
 
     def __post_init__(self) -> None:
         if (self.offsets is None) == (self.lengths is None):
-            given = "neither" if self.offsets is None else "both"
-            raise ValueError(f"Jagged: offsets and lengths: {given} given; give exactly one of them")
+            passed = "neither was" if self.offsets is None else "both were"
+            raise ValueError(f"Jagged: offsets and lengths: {passed} passed; pass exactly one of them")
         if self.rows_per_feature is not None:
             object.__setattr__(self, "rows_per_feature", tuple(map(int, self.rows_per_feature)))
-        known = {
+        possible = {
             "num_features": self.num_features,
             "rows_per_feature": None if self.rows_per_feature is None else len(self.rows_per_feature),
             "lengths": self.lengths.shape[0] if self.lengths is not None and self.lengths.dim() == 2 else None,
         }
-        told = {name: number for name, number in known.items() if number is not None}
-        if len(set(told.values())) > 1:
-            said = ", ".join(f"{name} says {number}" for name, number in told.items())
-            raise ValueError(f"Jagged: the number of features differs: {said}; lengths are [features, batch]")
-        features = next(iter(told.values()), None)
+        known = {name: number for name, number in possible.items() if number is not None}
+        if len(set(known.values())) > 1:
+            listed = ", ".join(f"{name} says {number}" for name, number in known.items())
+            raise ValueError(f"Jagged: the number of features differs: {listed}; lengths are [features, batch]")
+        features = next(iter(known.values()), None)
         if features is not None and (features < 1 or self._bags() % features):
             raise ValueError(
-                f"Jagged: {self._bags()} bags do not fit {features} features; give lengths [features * batch] or "
+                f"Jagged: {self._bags()} bags do not fit {features} features; pass lengths [features * batch] or "
                 "offsets [features * batch + 1], the bags of the first feature first"
             )
         object.__setattr__(self, "num_features", features)
@@ -65,9 +66,9 @@ class Jagged:
         num_features: int | None = None,
         device: torch.device | str | None = None,
     ) -> Jagged:
-        """From one list per sample, which holds one list of ids (or one id) per feature: `samples[b][f]`.
+        """A batch from one list per sample, which holds one list of ids (or one id) per feature: `samples[b][f]`.
 
-        `weights` has the form of `samples`. `num_features` is needed only if there may be no sample.
+        `weights` has the form of `samples`. `num_features` is only needed if `samples` may be empty.
         """
         return _made(*from_lists(samples, weights, num_features, torch.device(device or "cpu")))
 
@@ -80,10 +81,10 @@ class Jagged:
         *,
         padding: int | None = None,
     ) -> Jagged:
-        """From ids `[batch, features, ids]` or `[batch, features]`, without those that only pad.
+        """A batch from ids `[batch, features, ids]` or `[batch, features]`, without the ids that only fill bags up.
 
-        Which these are: all after the first `lengths[f, b]` of a bag, or all equal to `padding`; with neither, none
-        are. `weights` has the shape of `ids`.
+        These are all ids after the first `lengths[f, b]` of a bag, or all ids equal to `padding`. Without both
+        arguments, all ids count. `weights` has the shape of `ids`.
         """
         return _made(*from_padded(ids, lengths, weights, padding))
 
@@ -95,18 +96,20 @@ class Jagged:
         *,
         device: torch.device | str | None = None,
     ) -> Jagged:
-        """From a mapping of feature to its ids in any form that a module's call takes, see docs/inputs.md.
+        """A batch from a mapping of features to their ids, in any form that a call of a module takes, see
+        docs/inputs.md.
 
-        `names`: the features, in the order of the spec that will look them up; other keys are left alone. None: all
-        keys, in the mapping's order, which must then be the spec's. `device`: where lists go.
+        `names`: the features in the order of the module's spec; other keys are ignored. None means all keys, whose
+        order must then be that of the spec. `device`: the device for ids that are lists.
         """
         order = list(features) if names is None else list(names)
         return _made(from_mapping(features, order, torch.device(device or "cpu")), len(order))
 
-    # ---- Elsewhere ----------------------------------------------------------------------------------------
+    # ---- On other devices ---------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Jagged:
-        """The same on another device. `non_blocking` copies run beside the host if the source is pinned."""
+        """The same batch on another device. With `non_blocking`, the host does not wait for copies from pinned
+        memory."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Jagged:
@@ -135,7 +138,7 @@ class Jagged:
         return (self[sample] for sample in range(len(self)))
 
     def __getitem__(self, samples: int | slice) -> Jagged:
-        """The batch of one sample or of a slice of them, in their order. On a GPU this waits for the device."""
+        """The batch of one sample, or of a slice of samples in their order. On a GPU it waits for the device."""
         size, features = len(self), _features_of(self)
         if isinstance(samples, slice):
             chosen = range(size)[samples]
@@ -150,20 +153,20 @@ class Jagged:
         lengths = _lengths_of(self).reshape(features, size)
         kept = torch.zeros_like(lengths, dtype=torch.bool)
         kept[:, chosen.start : chosen.stop : chosen.step] = True
-        places = torch.repeat_interleave(kept.reshape(-1), lengths.reshape(-1), output_size=self.values.numel())
-        own = lengths[:, chosen.start : chosen.stop : chosen.step].contiguous()
+        kept_ids = torch.repeat_interleave(kept.reshape(-1), lengths.reshape(-1), output_size=self.values.numel())
+        kept_lengths = lengths[:, chosen.start : chosen.stop : chosen.step].contiguous()
         return Jagged(
-            self.values[places],
-            lengths=own,
-            weights=None if self.weights is None else self.weights[places],
-            rows_per_feature=tuple(own.sum(1).tolist()) if own.is_cpu else None,
+            self.values[kept_ids],
+            lengths=kept_lengths,
+            weights=None if self.weights is None else self.weights[kept_ids],
+            rows_per_feature=tuple(kept_lengths.sum(1).tolist()) if kept_lengths.is_cpu else None,
         )
 
     @staticmethod
     def concatenate(batches: Sequence[Jagged]) -> Jagged:
-        """The samples of several batches, one after the other."""
+        """One batch with the samples of several batches, in their order."""
         if not batches:
-            raise ValueError("Jagged: no batch to concatenate; give at least one")
+            raise ValueError("Jagged: no batch to concatenate; pass at least one")
         features = _features_of(batches[0])
         if any(_features_of(batch) != features for batch in batches):
             numbers = ", ".join(str(batch.num_features) for batch in batches)
@@ -189,16 +192,16 @@ class Jagged:
 def collate(samples: list[Any]) -> Any:
     """torch's `default_collate` for samples with ids: `DataLoader(..., collate_fn=ef.collate)`.
 
-    It also joins `Jagged` batches, and keeps lists of whole numbers as one list per sample, where torch's own would
-    take the first ids of all samples for one list.
+    It also joins `Jagged` batches, and keeps lists of whole numbers as one list per sample, where `default_collate`
+    would make one list of the first ids of all samples.
     """
-    torch_own = collating()
-    by_type = {**torch_own.default_collate_fn_map, Jagged: _join, list: _bags}
-    return torch_own.collate(samples, collate_fn_map=by_type)
+    torch_collate = collating()
+    by_type = {**torch_collate.default_collate_fn_map, Jagged: _join, list: _bags}
+    return torch_collate.collate(samples, collate_fn_map=by_type)
 
 
 def _bags(lists: Sequence[list[Any]], *, collate_fn_map: Any = None) -> Any:
-    """Lists of ids as they are; other lists as torch joins them."""
+    """Lists of ids unchanged; other lists joined as torch does it."""
     if all(isinstance(number, int) for bag in lists for number in bag):
         return list(lists)
     others = {kind: join for kind, join in collate_fn_map.items() if kind is not list}
@@ -222,7 +225,7 @@ def _made(parts: Parts, features: int) -> Jagged:
 def _features_of(batch: Jagged) -> int:
     if batch.num_features is None:
         raise ValueError(
-            "Jagged: where a sample's bags are depends on the number of features; give num_features=, or lengths "
+            "Jagged: which bags belong to a sample depends on the number of features; pass num_features=, or lengths "
             "[features, batch]"
         )
     return batch.num_features
@@ -236,7 +239,7 @@ def _lengths_of(batch: Jagged) -> Tensor:
 
 
 def _sizes_of(batch: Jagged) -> tuple[int, ...]:
-    """Ids per feature."""
+    """The number of ids of each feature."""
     if batch.rows_per_feature is not None:
         return batch.rows_per_feature
     return tuple(_lengths_of(batch).reshape(_features_of(batch), -1).sum(1).tolist())
@@ -247,6 +250,6 @@ def _weights_of(batch: Jagged) -> Tensor:
 
 
 def _by_feature(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, ...]]) -> Tensor:
-    """Tensors whose parts belong to features, as one: the parts of the first feature, then those of the second."""
-    parts = [tensor.split(list(own)) for tensor, own in zip(tensors, sizes, strict=True)]
+    """Joins tensors by feature: the ids of the first feature in all tensors, then those of the second, and so on."""
+    parts = [tensor.split(list(feature_sizes)) for tensor, feature_sizes in zip(tensors, sizes, strict=True)]
     return torch.cat([part for feature in zip(*parts, strict=True) for part in feature])

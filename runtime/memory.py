@@ -1,4 +1,4 @@
-"""Big blocks of host memory: what the system should know of them, and results that every call makes anew."""
+"""Large blocks of host memory: huge pages for them, and reuse of the memory of results."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ MADV_HUGEPAGE = 14
 HUGE_PAGE_BYTES = 2 << 20
 WORTH_ASKING_BYTES = 2 * HUGE_PAGE_BYTES
 SMALL = WORTH_ASKING_BYTES // 4
-"""Elements of a result that is surely too small to think about."""
+"""The number of elements up to which a result is certainly too small for huge pages and reuse."""
 KEPT_BYTES = 4 << 20
-"""From here on blocks are kept: the C library gives freed ones back to the system (always from 32 MiB on, below that
-whenever its heap ends with them), and fresh pages cost as much as the bytes that fill them."""
+"""The size from which blocks are kept for reuse. The C library returns freed blocks to the system (always from 32 MiB
+on, and smaller ones if they are at the end of its heap), and new pages cost as much time as writing the results to
+them."""
 MOST_KEPT_BYTES = 256 << 20
-"""A block past this is not worth holding on to."""
+"""The size up to which blocks are kept for reuse."""
 
 
 def ask_for_huge_pages(block: Tensor) -> None:
-    """Asks for pages of 2 MiB under a contiguous block of host memory that nobody has written to yet.
+    """Asks the system for pages of 2 MiB for a contiguous block of host memory that has not been written yet.
 
-    Random rows of a big table miss the TLB at nearly every row, and a big result costs a page fault every
-    4 KiB; both end with huge pages. It is advice: a system that does not know it changes nothing.
+    With small pages, nearly every random row of a large table misses the TLB, and a large result costs a page fault
+    every 4 KiB. The request is only advice: a system that does not support it ignores it.
     """
     size = block.numel() * block.element_size()
     if sys.platform != "linux" or size < WORTH_ASKING_BYTES:
@@ -44,20 +45,20 @@ def ask_for_huge_pages(block: Tensor) -> None:
 class Results:
     """Makes the result tensors of one kernel.
 
-    The C library gives big blocks back to the system when they are freed, and the next one is zeroed
-    page by page again, which takes longer than many lookups. So two such blocks are kept (a loop holds its last
-    result while it makes the next) and used again once nobody holds what was in them: no tensor, view, array,
-    storage or other process.
+    The C library returns large blocks to the system when they are freed, and the system zeroes the pages of the next
+    block, which takes longer than many lookups. So two such blocks are kept, because a loop still holds its last result
+    while it computes the next one. A block is used again when nothing refers to its memory any more: no tensor, view,
+    array, storage or other process.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        # Results are made like this one: quicker than naming dtype and device in every call.
+        # `like.new_empty` is faster than `torch.empty` with dtype and device.
         self.like = torch.empty(0, dtype=dtype, device="cpu")
         self._lock = threading.Lock()
         self._kept: deque[_Block] = deque(maxlen=2)
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialised contiguous tensor that nobody else holds."""
+        """An uninitialised contiguous tensor of this shape, whose memory no other tensor uses."""
         elements = math.prod(shape)
         size = elements * self.like.itemsize
         if size < WORTH_ASKING_BYTES:
@@ -66,34 +67,35 @@ class Results:
             fresh = self.like.new_empty(*shape)
             ask_for_huge_pages(fresh)
             return fresh
-        with self._lock:  # or two threads could find the same block unheld
-            unheld = self._unheld(size)
-            block = self._new(elements) if unheld is None else unheld
+        with self._lock:  # otherwise two threads could find the same unused block
+            unused = self._unused(size)
+            block = self._new(elements) if unused is None else unused
             result: Tensor = self.like.new_empty(0).set_(block.untyped_storage(), 0, shape)  # type: ignore[call-overload]
             return result
 
-    def _unheld(self, size: int) -> Tensor | None:
-        for block, alone in self._kept:
-            if block.nbytes == size and _holders(block) == alone and not block.untyped_storage().is_shared():
+    def _unused(self, size: int) -> Tensor | None:
+        for block, unused in self._kept:
+            if block.nbytes == size and _references(block) == unused and not block.untyped_storage().is_shared():
                 return block
         return None
 
     def _new(self, elements: int) -> Tensor:
         block = self.like.new_empty(elements)
         ask_for_huge_pages(block)
-        self._kept.append(_Block(block, _holders(block)))
+        self._kept.append(_Block(block, _references(block)))
         return block
 
 
 class _Block(NamedTuple):
-    """Memory that is kept, and its holders when nobody but we held it."""
+    """A block of memory that is kept for reuse."""
 
     tensor: Tensor
-    alone: tuple[int, int]
+    unused: tuple[int, int]
+    """The numbers of references to its memory while no result uses it, see `_references`."""
 
 
-def _holders(block: Tensor) -> tuple[int, int]:
-    """How many hold the block's memory, in C++ and in Python."""
+def _references(block: Tensor) -> tuple[int, int]:
+    """The numbers of references to the memory of a block, in C++ and in Python."""
     storage = block.untyped_storage()
     return storage_holders(storage), sys.getrefcount(storage)
 

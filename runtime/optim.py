@@ -1,7 +1,8 @@
-"""Optimizers that are fused into the backward pass, and `custom` to write one: `ef.optim.Adam(lr=1e-3)`.
+"""`ef.optim`: optimizers that are fused into the backward pass, such as `ef.optim.Adam(lr=1e-3)`, and `custom`, which
+makes new ones.
 
-An optimizer is a value: a rule and its numbers. It holds no state and knows no module; changing a number never compiles
-anything. Names and defaults are torch.optim's where torch has the rule.
+An optimizer is a value: a rule and its numbers. It has no state and belongs to no module, and changing a number never
+compiles anything. If torch.optim has a rule, its names and defaults are used.
 """
 
 from __future__ import annotations
@@ -40,28 +41,29 @@ __all__ = [
     "custom",
 ]
 
-SPELT_OTHERWISE = {"AdamW": "Adam(decoupled=True, weight_decay=...)", "SparseAdam": "Adam", "RMSprop": "RMSProp"}
-"""How to write what torch.optim has under another name."""
+TORCH_NAMES = {"AdamW": "Adam(decoupled=True, weight_decay=...)", "SparseAdam": "Adam", "RMSprop": "RMSProp"}
+"""For optimizers of torch.optim that have another name here: how to write them."""
 
 
 def __getattr__(name: str) -> Any:
-    """Only asked for names that are not here."""
-    if name in SPELT_OTHERWISE:
-        raise AttributeError(f"embforge.optim has no {name}; write ef.optim.{SPELT_OTHERWISE[name]}")
+    """Raises AttributeError. Python calls it for names that this module does not have."""
+    if name in TORCH_NAMES:
+        raise AttributeError(f"embforge.optim has no {name}; write ef.optim.{TORCH_NAMES[name]}")
     known = [each for each in __all__ if each[0].isupper()]
     raise AttributeError(f"embforge.optim has no {name!r}{did_you_mean(name, known)}; it has: {listed(known)}")
 
 
 OPTIONS = ("lr", "weight_decay", "decoupled", "max_row_norm", "rounding")
-"""What every optimizer takes."""
+"""The arguments that every optimizer has."""
 
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """What all optimizers have. `lr` may be a tensor of one element.
+    """The base class of all optimizers, with the arguments that all of them have.
 
-    `weight_decay` times the row is added to the gradient, or with `decoupled` taken off the row as in AdamW.
-    `max_row_norm` limits the norm of each row's gradient. `rounding` is how rows of narrow tables are stored.
+    `lr` may be a tensor of one element. `weight_decay` times the row is added to the gradient, or with `decoupled`
+    subtracted from the row as in AdamW. `max_row_norm` limits the norm of each row's gradient. `rounding` says how new
+    rows are rounded to number formats of less than 32 bits.
     """
 
     lr: float | Tensor = 1e-3
@@ -83,13 +85,13 @@ class Optimizer(ABC):
             self.check(name, value)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuses a value that a number of this optimizer cannot have, now or while it trains: RuleError."""
+        """Raises RuleError if a number of this optimizer cannot have this value, now or during training."""
         if name == "lr" and not isinstance(value, Real):
             if not hasattr(value, "numel") or value.numel() != 1 or not value.is_floating_point():
                 raise RuleError(
                     f"{self._name}: lr={value!r} is not allowed; a number, or a floating point tensor of one element"
                 )
-            if value.device.type != "cpu":  # a look at it would wait for the device
+            if value.device.type != "cpu":  # reading it would wait for the device
                 return
             value = float(value.detach())
         below = 1.0 if name in _FRACTIONS else math.inf
@@ -97,21 +99,21 @@ class Optimizer(ABC):
 
     @property
     def update(self) -> Update:
-        """What a backward does with it: the rule with the options that are used, and the rounding."""
+        """What a backward does with gradients: the rule with the options that are in use, and the rounding."""
         decay: builtin.Decay = "none" if not self.weight_decay else "decoupled" if self.decoupled else "l2"
         clipped = self.max_row_norm is not None
         return Update(builtin.with_options(self._rule(), decay=decay, clipped=clipped), self.rounding)
 
     @property
     def hyper_values(self) -> tuple[float, ...]:
-        """The rule's own numbers, in the order of `update.rule.hyper`."""
+        """The values of the rule's numbers, in the order of `update.rule.hyper`."""
         options = {"weight_decay": self.weight_decay, "max_row_norm": self.max_row_norm}
         numbers: dict[str, Any] = {**options, **self._numbers()}
         return tuple(float(numbers[name]) for name in self.update.rule.hyper)
 
     @property
     def initial_states(self) -> dict[str, float]:
-        """What each state is before the first update."""
+        """The value of each state before the first update, by name."""
         return {state.name: 0.0 for state in self._rule().states} | self._initial()
 
     @abstractmethod
@@ -119,11 +121,11 @@ class Optimizer(ABC):
         """The rule without the options."""
 
     def _numbers(self) -> dict[str, float]:
-        """The rule's own numbers by name."""
+        """The values of the numbers that only this rule has, by name."""
         return {}
 
     def _initial(self) -> dict[str, float]:
-        """States that do not start at zero."""
+        """The values of states that do not start at zero, by name."""
         return {}
 
     @property
@@ -138,7 +140,7 @@ class Optimizer(ABC):
 
 
 _FRACTIONS = ("beta1", "beta2", "alpha", "momentum")
-"""Numbers that say how much of a running mean is kept."""
+"""Numbers that say which share of a running mean is kept. They must be smaller than 1."""
 
 
 def _moments(optimizer: Optimizer, betas: Any, eps: float) -> dict[str, float]:
@@ -158,7 +160,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Momentum(Optimizer):
-    """torch.optim.SGD with momentum, and no dampening."""
+    """torch.optim.SGD with momentum, without dampening."""
 
     momentum: float = 0.9
 
@@ -179,7 +181,7 @@ class Nesterov(Momentum):
 
 @dataclass(frozen=True)
 class RowwiseAdagrad(Optimizer):
-    """Adagrad with one accumulator a row: the mean of the squared gradient."""
+    """Adagrad with one accumulator per row: the mean of the squared gradient."""
 
     lr: float | Tensor = 1e-2
     eps: float = 1e-10
@@ -214,7 +216,7 @@ class Adagrad(RowwiseAdagrad):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """torch.optim.Adam on the rows that occur, as torch.optim.SparseAdam; with `decoupled` decay, AdamW."""
+    """torch.optim.Adam for the rows that occur, as torch.optim.SparseAdam does; with `decoupled` decay it is AdamW."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -228,7 +230,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class RowwiseAdam(Adam):
-    """Adam whose second moment is one number a row: the mean of the squared gradient."""
+    """Adam with one second moment per row: that of the mean of the squared gradient."""
 
     def _rule(self) -> Rule:
         return builtin.rowwise_adam()
@@ -236,7 +238,7 @@ class RowwiseAdam(Adam):
 
 @dataclass(frozen=True)
 class RMSProp(Optimizer):
-    """torch.optim.RMSprop, neither centered nor with momentum."""
+    """torch.optim.RMSprop without centering and without momentum."""
 
     lr: float | Tensor = 1e-2
     alpha: float = 0.99
@@ -251,7 +253,8 @@ class RMSProp(Optimizer):
 
 @dataclass(frozen=True)
 class Ftrl(Optimizer):
-    """FTRL-Proximal (McMahan et al. 2013). Rows follow from its state: what they were before is soon forgotten."""
+    """FTRL-Proximal (McMahan et al. 2013). It computes rows from its states, so that their first values soon lose their
+    influence."""
 
     beta: float = 0.0
     l1: float = 0.0
@@ -262,7 +265,7 @@ class Ftrl(Optimizer):
         super().__post_init__()
         self._check("initial_accumulator_value", self.initial_accumulator_value)
         if not hasattr(self.lr, "numel"):
-            self._check("lr", self.lr, above=True)  # it divides by lr; while a schedule has it at 0, rows wait
+            self._check("lr", self.lr, above=True)  # the rule divides by lr; a schedule may set it to 0: no row changes
 
     def _rule(self) -> Rule:
         return builtin.ftrl()
@@ -276,12 +279,12 @@ class Ftrl(Optimizer):
 
 @dataclass(frozen=True)
 class _WithOwnDecay(Optimizer):
-    """Rules in whose formula weight decay has its place."""
+    """The base class of optimizers whose formula contains weight decay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decoupled:
-            raise RuleError(f"{self._name}: decoupled=True is not allowed; its formula says where weights decay")
+            raise RuleError(f"{self._name}: decoupled=True is not allowed; its own formula has weight decay")
 
     @property
     def update(self) -> Update:
@@ -290,7 +293,7 @@ class _WithOwnDecay(Optimizer):
 
 @dataclass(frozen=True)
 class LAMB(_WithOwnDecay):
-    """Adam with a trust ratio a row (You et al. 2020)."""
+    """Adam with one trust ratio per row (You et al. 2020)."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
@@ -304,7 +307,7 @@ class LAMB(_WithOwnDecay):
 
 @dataclass(frozen=True)
 class LARS(_WithOwnDecay):
-    """Momentum with a trust ratio a row (You et al. 2017)."""
+    """Momentum with one trust ratio per row (You et al. 2017)."""
 
     momentum: float = 0.9
     trust_coefficient: float = 1e-3
@@ -322,7 +325,8 @@ class LARS(_WithOwnDecay):
 
 @dataclass(frozen=True)
 class CustomRule:
-    """What `custom` gives: call it with a learning rate, and maybe other numbers, for an optimizer."""
+    """A user's rule, which `custom` returns. Call it with a learning rate, and with other numbers of the rule, to make
+    an optimizer."""
 
     rule: Rule
     defaults: tuple[tuple[str, float], ...]
@@ -342,7 +346,7 @@ class CustomRule:
         for name in hyper:
             if name not in known:
                 allowed = ", ".join((*OPTIONS, *known))
-                raise RuleError(f"rule {self.rule.name!r} has no number {name!r}; it has {allowed}")
+                raise RuleError(f"rule {self.rule.name!r} has no number {name!r}; allowed: {allowed}")
         return Custom(
             lr,
             definition=self,
@@ -356,7 +360,7 @@ class CustomRule:
 
 @dataclass(frozen=True)
 class Custom(Optimizer):
-    """A user's rule with its numbers."""
+    """An optimizer with a user's rule."""
 
     _: KW_ONLY
     definition: CustomRule
@@ -364,7 +368,7 @@ class Custom(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        program_of(self.update.rule)  # an option may make no sense with it
+        program_of(self.update.rule)  # raises RuleError if an option cannot be combined with the rule
 
     @property
     def _name(self) -> str:
@@ -380,7 +384,7 @@ class Custom(Optimizer):
         return dict(self.definition.initial)
 
     def _check(self, name: str, value: float, *, below: float = math.inf, above: bool = False) -> None:
-        if name in dict(self.numbers):  # what else is right for them, their author knows
+        if name in dict(self.numbers):  # only the author of a rule knows which of its numbers make sense
             _finite(self._name, name, value)
         else:
             super()._check(name, value, below=below, above=above)
@@ -393,11 +397,11 @@ def custom(
     hyper: Mapping[str, float] | None = None,
     initial: Mapping[str, float] | None = None,
 ) -> CustomRule:
-    """An optimizer of your own, from a few lines of the rule language (docs/custom_rules.md).
+    """Makes an optimizer from a few lines of the rule language (docs/custom_rules.md).
 
-    `state` says of each state whether it is per "row" or per "element"; `hyper` gives the rule's numbers and their
-    defaults; `initial` what states start at, if not at 0. The rule is checked here and never executed: `RuleError`
-    names the line, what is wrong with it and what is allowed.
+    `state`: for each state, whether there is one per "row" or per "element". `hyper`: the rule's numbers and their
+    defaults. `initial`: the values of states that do not start at 0. The rule is checked here and never executed:
+    `RuleError` names the line, what is wrong with it and what is allowed.
 
         Signum = ef.optim.custom(
             "signum",
@@ -407,38 +411,38 @@ def custom(
         )
         module = ef.EmbeddingCollection(spec, optimizer=Signum(lr=0.01))
     """
-    for argument, given, kind, wanted in (
+    for argument, value, kind, allowed in (
         ("name", name, str, "a text"),
         ("state", state, Mapping, 'a dict, such as {"m": "element"}'),
         ("rule", rule, str, "a text of one or more lines"),
         ("hyper", hyper or {}, Mapping, 'a dict, such as {"beta": 0.9}'),
         ("initial", initial or {}, Mapping, 'a dict, such as {"m": 0.1}'),
     ):
-        if not isinstance(given, kind):
-            raise RuleError(f"rule {name!r}: {argument}={given!r} is not allowed; {wanted}")
+        if not isinstance(value, kind):
+            raise RuleError(f"rule {name!r}: {argument}={value!r} is not allowed; allowed: {allowed}")
     lines = tuple(line.strip() for line in rule.splitlines() if line.strip() and not line.strip().startswith("#"))
     states = tuple(State(key, cast(Extent, extent)) for key, extent in state.items())
     defaults, start = dict(hyper or {}), dict(initial or {})
     for key in start:
         if key not in state:
             raise RuleError(
-                f"rule {name!r}: initial value of {key!r}, which is no state; it has {', '.join(state) or 'none'}"
+                f"rule {name!r}: initial value of {key!r}, which is no state; its states: {', '.join(state) or 'none'}"
             )
-    for key, value in (defaults | start).items():
-        _finite(name, key, value)
+    for key, number in (defaults | start).items():
+        _finite(name, key, number)
     made = Rule(name, lines, states, tuple(defaults))
     for key in defaults:
         if key in _RESERVED or key.startswith(_OF_SCHEDULERS):
             raise RuleError(
-                f"rule {name!r}: a number cannot be called {key!r}, which torch uses itself; choose another"
+                f"rule {name!r}: a number cannot be called {key!r}, which torch uses itself; choose another name"
             )
     for key in (*state, *defaults, *(step.name for step in program_of(made).steps)):
         if key in OPTIONS:
             raise RuleError(f"rule {name!r}: {key!r} is an option that every rule has; choose another name")
     return CustomRule(
         made,
-        tuple((key, float(value)) for key, value in defaults.items()),
-        tuple((key, float(value)) for key, value in start.items()),
+        tuple((key, float(number)) for key, number in defaults.items()),
+        tuple((key, float(number)) for key, number in start.items()),
     )
 
 
@@ -455,11 +459,11 @@ _RESERVED = (
     "base_momentum",
 )
 _OF_SCHEDULERS = ("initial_", "swa_")
-"""What the names of entries begin with that schedulers add to `module.optimizer.param_groups[0]`."""
+"""Prefixes of the names of entries that schedulers add to `module.optimizer.param_groups[0]`."""
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers are Real too
+    return isinstance(value, Real) and not isinstance(value, bool)  # Real includes numbers of numpy
 
 
 def _finite(rule: str, name: str, value: float) -> None:

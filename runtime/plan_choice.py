@@ -1,4 +1,4 @@
-"""Which plan fields a module runs with, and why: those that were given, else tuned ones, else the default."""
+"""Chooses the plan fields of a module's kernels: those that the user set, or tuned ones, or the defaults."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ from embforge.codegen.tuned.record import Hardware
 from embforge.codegen.tuned.shape import rule_named, usual_traffic
 
 ARGUMENT = {"forward": "params", "backward": "backward_params"}
-"""What a module's constructor calls the fields of an op. All kernels behind a forward share the backward's."""
+"""The argument of a module's constructor that sets the plan fields of an op. All kernels of training except the forward
+have the fields of the backward."""
 Choices = Mapping[str, Choice]
-"""By op: forward and backward."""
+"""The choice for each op, "forward" and "backward"."""
 PlansOf = Callable[[Params, Params], Mapping[str, Plan]]
-"""A module's plans with such fields of a forward and of a backward."""
+"""A function that makes a module's kernel plans with these fields of a forward and of a backward."""
 
 
-def check_given(given: Params | None, backend: str, op: str) -> None:
-    """ValueError for fields of another backend or op."""
+def check_params(params: Params | None, backend: str, op: str) -> None:
+    """Raises ValueError for plan fields of another backend or op."""
     kind = params_type(backend, op)
-    if given is not None and not isinstance(given, kind):
-        raise ValueError(f"{ARGUMENT[op]}={given!r} does not fit {op} on backend {backend!r}; give a {kind.__name__}")
+    if params is not None and not isinstance(params, kind):
+        raise ValueError(f"{ARGUMENT[op]}={params!r} does not fit {op} on backend {backend!r}; pass a {kind.__name__}")
 
 
 def check_batch_size(batch_size: object) -> None:
-    """ValueError for what is no number of samples."""
+    """Raises ValueError unless `batch_size` is a positive int or None."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(
-            f"batch_size={batch_size!r} is not allowed; allowed: a whole number from 1, or None: not known"
+            f"batch_size={batch_size!r} is not allowed; allowed: a whole number from 1, or None if it is not known"
         )
 
 
 def cpu_hardware() -> Hardware:
-    """This machine's processor with as many cores as torch has threads: kernels run on its pool."""
+    """This machine's processor, with as many cores as torch has threads, because kernels run on torch's threads."""
     cpu = this_cpu()
     return replace(cpu, sizes=cpu.sizes | {"cores": min(cpu.sizes["cores"], torch.get_num_threads())})
 
 
 def hardware_of(backend: str, device: torch.device) -> Hardware | None:
-    """What kernels of a backend run on; None on meta, where nothing runs, and for what is never tuned."""
+    """The hardware on which a backend's kernels run; None on meta, where nothing runs, and for backends that are not
+    tuned."""
     target = target_named(backend)
     if target.hardware == "cpu":
         return cpu_hardware()
@@ -65,20 +67,21 @@ def choose_params(
     spec: CollectionSpec,
     backend: str,
     device: torch.device,
-    given: Mapping[str, Params | None],
+    requested: Mapping[str, Params | None],
     updates: Sequence[Update],
     batch_size: int | None,
     id_dtype: str,
 ) -> Choices:
-    """What is given, else what the tuned stores say for this hardware and such ids in warm caches, else the default.
+    """The plan fields of each op: those that were requested; or else those that a tuned store has for this hardware and
+    id dtype with warm caches; or else the defaults.
 
-    `updates`: what a fused optimizer does to rows; several where tables have rules of their own.
+    `updates`: the updates of the fused optimizers; several if tables have different rules.
     """
     hardware, traffic = hardware_of(backend, device), usual_traffic(spec, batch_size)
 
     def choice(op: str, params: Params | None) -> Choice:
         if params is not None:
-            return Choice(params, f"given as {ARGUMENT[op]}=")
+            return Choice(params, f"set by {ARGUMENT[op]}=")
         if hardware is None:
             reason = "on meta nothing runs" if backend in TUNED else f"nothing is tuned for {backend}"
             return Choice(params_type(backend, op)(), f"default: {reason}")
@@ -87,14 +90,14 @@ def choose_params(
         rule = rule_named(updates[0] if updates else None) if op == "backward" else None
         return choose(op, backend, spec, hardware, rule=rule, traffic=traffic, id_dtype=id_dtype)
 
-    return {op: choice(op, params) for op, params in given.items()}
+    return {op: choice(op, params) for op, params in requested.items()}
 
 
 def usable(choices: Choices, plans_of: PlansOf, kernels: str | None) -> Choices:
-    """The choices, with defaults for tuned ones that would cost a compilation nobody expects.
+    """The choices, in which defaults replace tuned fields that would cost a compilation which the user does not expect.
 
-    Where kernels come from a directory, or none may be compiled, a tuned choice counts if as many of its kernels are
-    at hand as of the default's. Elsewhere nothing is looked for.
+    If kernels come from a directory, or compiling is forbidden, a tuned choice is used only if as many of its kernels
+    are available as of the default's. Otherwise nothing is searched.
     """
     directory = Path(kernels) if kernels else directory_from_environment()
     if directory is None and jit_allowed():
@@ -109,20 +112,22 @@ def _usable(op: str, choice: Choice, choices: Choices, plans_of: PlansOf, direct
 
     def plans(params: Params) -> list[Plan]:
         both = {name: other.params for name, other in choices.items()} | {op: params}
-        made = plans_of(both["forward"], both["backward"]).values()
-        return list({plan.uri: plan for plan in made if plan.op.startswith("forward") == (op == "forward")}.values())
+        all_plans = plans_of(both["forward"], both["backward"]).values()
+        of_op = [plan for plan in all_plans if plan.op.startswith("forward") == (op == "forward")]
+        return list({plan.uri: plan for plan in of_op}.values())
 
-    # A stale default counts as at hand, so that its error is seen and not hidden by a compilation.
-    at_hand = _at_hand(plans(choice.params), directory, stale=0)
-    if at_hand >= _at_hand(plans(default), directory, stale=1) and (at_hand or jit_allowed()):
+    # A default kernel of another version counts as available, so that the user sees its error and no compilation hides
+    # it.
+    available = _available(plans(choice.params), directory, stale=0)
+    if available >= _available(plans(default), directory, stale=1) and (available or jit_allowed()):
         return choice
     where = f"{directory} and the cache have" if directory else "the cache has"
-    why = f"default: {where} no kernel for what is {choice.source}"  # without a gain, which the default does not have
+    why = f"default: {where} no kernel for what is {choice.source}"  # the default does not have the gain in choice.why
     return replace(choice, params=default, why=why)
 
 
-def _at_hand(plans: list[Plan], directory: Path | None, stale: int) -> int:
-    """How many of the kernels need no compilation. `stale`: what one counts that another version made."""
+def _available(plans: list[Plan], directory: Path | None, stale: int) -> int:
+    """The number of kernels that need no compilation. `stale`: what a kernel of another version counts, 0 or 1."""
     count = 0
     for plan in plans:
         try:

@@ -1,8 +1,8 @@
 """`ef.record(module, path)`: saves the batches that a module serves, for `embforge tune --workload trace:PATH`.
 
-While a recording is on, its module's lookup is shadowed on the instance; when it is off, calls pay nothing.
-Calls that a compiler or a tracer makes are not seen: nothing of Python runs in them. Nor are forwards that a backward
-pass repeats (torch.utils.checkpoint), which are no new traffic.
+During a recording, an attribute of the module's instance replaces its `lookup`; at other times recording costs nothing.
+Calls in compiled or traced graphs are not recorded, because they run no Python code. Nor are forwards that a backward
+pass repeats (torch.utils.checkpoint), because they are no new traffic.
 """
 
 from __future__ import annotations
@@ -37,52 +37,56 @@ from embforge.trace.file_format import (
 )
 
 MOST_BYTES = 2**30
-"""A recording ends when it holds this much, if it has not its batches sooner."""
+"""The size at which a recording ends, even if it does not have all its batches."""
 EAGER = 'torch.compiler.set_stance("force_eager")'
 
 SHADOWED = EmbeddingCollection.lookup.__name__
+"""The name of the method that is replaced during a recording."""
 
-_made = itertools.count(1)
-"""Numbers the collections that record themselves because the environment says so."""
+_numbers = itertools.count(1)
+"""Numbers of the collections that are recorded because of the environment variable."""
 
 
 def record(module: nn.Module, path: str | Path, batches: int = BATCHES) -> Recording:
-    """Starts to save what every collection in `module` is asked for: its first `batches` batches, from now on.
+    """Starts to record every collection in `module`: the inputs of its next `batches` calls.
 
-    Ends by itself, and the file is written, after that many batches; sooner by `stop()`, at the end of a `with` block
-    or of the program. One file a collection: `path`, then `name-2.npz` and so on beside it, in the order of
-    `module.modules()`. On a GPU every recorded call waits for the device. `WorkloadError` names what is wrong.
+    A recording ends, and its file is written, after that many batches; earlier if `stop()` is called, or at the end of
+    a `with` block or of the program. There is one file per collection: `path`, then `name-2.npz` and so on in the same
+    directory, in the order of `module.modules()`. On a GPU every recorded call waits for the device. Raises
+    `WorkloadError` if nothing can be recorded.
     """
-    found = [part for part in module.modules() if isinstance(part, EmbeddingCollection)]
-    if not found:
-        raise WorkloadError(f"record: {type(module).__name__} has no EmbeddingCollection in it; give a module that has")
+    collections = [part for part in module.modules() if isinstance(part, EmbeddingCollection)]
+    if not collections:
+        raise WorkloadError(f"record: {type(module).__name__} has no EmbeddingCollection in it; pass a module with one")
     path = checked_target(Path(path), batches)
-    return Recording(tuple(Recorder(part, numbered(path, i), batches) for i, part in enumerate(found, start=1)))
+    return Recording(tuple(Recorder(part, numbered(path, i), batches) for i, part in enumerate(collections, start=1)))
 
 
 class Recording:
-    """Recordings of one model's collections. Stops them at the end of a `with` block, or by `stop()`."""
+    """The recordings of the collections of one model. They stop at the end of a `with` block, or when `stop()` is
+    called."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = tuple(recorders)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The file of each collection; one that is never called gets none."""
+        """The file of each collection. No file is written for a collection that is never called."""
         return tuple(recorder.path for recorder in self._recorders)
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Batches saved so far, of each collection."""
+        """The number of recorded batches of each collection."""
         return tuple(recorder.count for recorder in self._recorders)
 
     @property
     def active(self) -> bool:
-        """Whether any collection still records."""
+        """Whether any collection is still being recorded."""
         return any(recorder.active for recorder in self._recorders)
 
     def stop(self) -> None:
-        """Writes what was seen and ends. Does nothing if it has ended before. `OSError` if a file cannot be written."""
+        """Ends the recordings and writes their files. Does nothing if they have ended. `OSError` if a file cannot be
+        written."""
         for recorder in self._recorders:
             recorder.stop()
 
@@ -94,7 +98,7 @@ class Recording:
 
 
 class Recorder:
-    """Records one collection into one file. Active from the moment it is made."""
+    """Records the calls of one collection to one file, from the moment it is made."""
 
     def __init__(self, module: EmbeddingCollection, path: Path, batches: int) -> None:
         self.path = path
@@ -106,12 +110,12 @@ class Recorder:
         self._seen: list[Seen] = []
         self._lock = Lock()  # several threads may call a module
         self._process = os.getpid()
-        self._module = weakref.ref(module)  # a recording keeps nobody's tables alive
+        self._module = weakref.ref(module)  # a recording does not keep tables alive
         _tap_of(module).recorders.append(self)
         atexit.register(self.stop)
 
     def see(self, batch: Batch) -> None:
-        """Takes a copy of a call's input, and ends the recording if it was the last one wanted."""
+        """Copies the input of a call, and ends the recording after the last batch."""
         seen = _copied(batch)
         with self._lock:
             if not self.active or self.count >= self._batches or not _is_sound(seen):
@@ -123,11 +127,11 @@ class Recorder:
         if full:
             try:
                 self.stop()
-            except OSError as error:  # the call that was recorded has succeeded, and goes on
+            except OSError as error:  # only a warning, because the recorded call itself has succeeded
                 warnings.warn(f"the recording of {self.path} is lost: {error}", RuntimeWarning, stacklevel=2)
 
     def stop(self) -> None:
-        """Writes what was seen, and lets the module go."""
+        """Ends the recording and writes its file."""
         with self._lock:
             if not self.active:
                 return
@@ -142,7 +146,7 @@ class Recorder:
         if not seen:
             warnings.warn(
                 f"nothing was recorded to {self.path}: {self._spec.name or 'the collection'} was not called, or only "
-                f"by compiled code, which no recording sees; run that eagerly, by {EAGER}",
+                f"by compiled code, which cannot be recorded; run that code eagerly, with {EAGER}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -153,32 +157,35 @@ class Recorder:
         write_trace(self.path, trace_of(names, rows, shape_of(self._spec).digest, seen))
 
 
-def record_as_environment_says(module: EmbeddingCollection) -> None:
-    """Starts a recording of a new collection. Compiled functions of the process run eagerly from here on, so that
-    it sees their calls. Of processes that `torchrun` started only the first records."""
+def record_by_environment(module: EmbeddingCollection) -> None:
+    """Starts to record a new collection as the environment variables say.
+
+    From now on compiled functions of the process run eagerly, so that their calls can be recorded. Only the first of
+    the processes that `torchrun` has started records.
+    """
     if os.environ.get("RANK", "0") != "0":
         return
     text = os.environ.get(BATCHES_VARIABLE, str(BATCHES))
     if not text.isdecimal():
-        raise WorkloadError(f"{BATCHES_VARIABLE}={text!r} is not a whole number; allowed: 1 and more")
+        raise WorkloadError(f"{BATCHES_VARIABLE}={text!r} is not a whole number; allowed: 1 or more")
     path = checked_target(Path(os.environ[FILE_VARIABLE]), int(text))
     torch.compiler.set_stance("force_eager")
-    Recorder(module, numbered(path, next(_made)), int(text))
+    Recorder(module, numbered(path, next(_numbers)), int(text))
 
 
 class _Tap:
-    """Stands before a collection's own `lookup`, and shows calls that succeed to all who record it."""
+    """Replaces the `lookup` of a collection: calls the original, and passes successful calls to all recorders."""
 
     def __init__(self, module: EmbeddingCollection) -> None:
         self.recorders: list[Recorder] = []
         self._lookup = MethodType(type(module).lookup, module)
 
     def __call__(self, tables: list[Tensor], batch: Batch, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        found: tuple[Tensor, Tensor | None] = self._lookup(tables, batch, rows)
+        result: tuple[Tensor, Tensor | None] = self._lookup(tables, batch, rows)
         if not torch.compiler.is_compiling() and _is_real(batch.values):
             for recorder in tuple(self.recorders):
                 recorder.see(batch)
-        return found
+        return result
 
 
 def _tap_of(module: EmbeddingCollection) -> _Tap:
@@ -194,8 +201,9 @@ def _untap(module: EmbeddingCollection, recorder: Recorder) -> None:
 
 
 def _is_real(values: Tensor) -> bool:
-    """Whether there are numbers to copy, of a call that somebody made: not a tracer's, a transform's or a repeated
-    one's. Under a dispatch mode nothing is copied, because the mode would see the copy."""
+    """Whether a call has numbers to copy and comes from the program itself, not from a tracer, a transform or a
+    backward pass that repeats a forward. Under a dispatch mode nothing is copied, because the mode would see the
+    copy."""
     return (
         type(values) is Tensor
         and not values.is_meta
@@ -208,13 +216,13 @@ def _is_real(values: Tensor) -> bool:
 
 
 def _copied(batch: Batch) -> Seen:
-    """On the host, so that neither the caller nor the device can change it."""
+    """A copy of a call's input on the host, which neither the caller nor the device can change."""
     values, offsets, weights = (None if t is None else t.detach().to("cpu", copy=True).numpy() for t in batch[:3])
     assert values is not None and offsets is not None
     return Seen(batch.batch, values, offsets, weights)
 
 
 def _is_sound(seen: Seen) -> bool:
-    """Whether borders fit the ids. On CUDA a call with bad ones fails later than it is seen."""
+    """Whether the borders of bags fit the ids. On CUDA a call with bad borders fails only after it was recorded."""
     borders = seen.offsets
     return bool(borders[0] == 0 and borders[-1] == seen.values.size and (borders[1:] >= borders[:-1]).all())

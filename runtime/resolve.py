@@ -1,4 +1,7 @@
-"""The step that turns ids into rows, which a module with remapped tables runs before every lookup."""
+"""The resolve step: turns ids into rows before every lookup of a module that has remapped tables.
+
+"Resolve" has this meaning only in the runtime: the op, the kernel, its plan and the operator of this name do the same.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,40 @@ from embforge.operators.visibility import leaves_process, must_be_seen
 from embforge.storage.remap import Remap
 
 INT32_ROWS = 2**31 - 1
-"""From so many rows on, rows and the numbers that stand for unknown ids do not fit into int32."""
+"""The number of rows from which rows, and the numbers that represent unknown ids, do not fit into int32."""
 
 
 @dataclass
-class _Kept:
-    """The metadata of the remaps as they lay in the last call, kept here because kernels read it."""
+class _CachedMetadata:
+    """The metadata of the remaps in the last call."""
 
-    places: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    """The addresses and sizes of the remaps' entries, for which the metadata is valid."""
     metadata: Metadata | None = None
 
 
 @dataclass(frozen=True)
 class ResolveStep:
-    """Turns the ids of a batch into rows; -1 stands for ids that have none. It is called before all other work."""
+    """Turns the ids of a batch into rows, before anything else is done with it. An id without row becomes -1."""
 
     spec: CollectionSpec
     remaps: Mapping[str, Remap]
     """The remaps by table, in the order of the tables."""
     programs: Mapping[torch.dtype, str]
-    """The kernel's text, by the dtype of ids."""
+    """The program of the kernel, by the dtype of ids."""
     exported: Mapping[torch.dtype, str]
-    """The text in graphs that leave the process."""
+    """The text of the step in exported graphs, by the dtype of ids."""
     others: Mapping[torch.dtype, Sequence[str]]
-    """The programs that the module will run too, which an error about a missing kernel names."""
+    """The other programs that the module runs, by the dtype of ids. An error about a missing kernel names them too."""
     widens: bool
-    """Whether rows may need int64 where ids are int32."""
-    _kept: _Kept = field(default_factory=_Kept, compare=False, repr=False)
+    """Whether rows may need int64 although ids are int32."""
+    _cached: _CachedMetadata = field(default_factory=_CachedMetadata, compare=False, repr=False)
 
     def __call__(self, batch: Batch) -> Batch:
-        """RuntimeError if the rows of the ids are not known yet. Unknown ids are left for the lookup to find."""
+        """The batch with rows in the place of ids. RuntimeError if a remap has no entries yet.
+
+        An id outside the entries of its remap is no error here: the bounds check of the lookup finds it.
+        """
         entries = []
         for remap in self.remaps.values():
             remap.check()
@@ -65,11 +72,11 @@ class ResolveStep:
         return batch._replace(values=rows)
 
     def _metadata(self, entries: Sequence[Tensor], device: torch.device) -> Metadata:
-        places, kept = places_of(entries), self._kept
-        if kept.metadata is None or kept.places != places:
+        addresses, cached = places_of(entries), self._cached
+        if cached.metadata is None or cached.addresses != addresses:
             check_remaps(self.spec, entries, device)
-            kept.places, kept.metadata = places, remap_metadata_of(self.spec, entries)
-        return kept.metadata
+            cached.addresses, cached.metadata = addresses, remap_metadata_of(self.spec, entries)
+        return cached.metadata
 
 
 def resolve_step(
@@ -81,7 +88,11 @@ def resolve_step(
     *,
     widens: bool = False,
 ) -> ResolveStep | None:
-    """The step of a module; None where ids are rows. With `widens` rows are int64 whatever ids are."""
+    """The resolve step of a module; None if the ids of all tables are rows.
+
+    `programs`: the resolve kernel's program by the dtype of ids. `others`: the other programs of the module. With
+    `widens`, rows are int64 whatever the dtype of ids is.
+    """
     if not remaps:
         return None
     exported = {

@@ -228,7 +228,7 @@ def test_explain_says_that_a_kernel_is_missing(fresh_cache: Path, monkeypatch: p
     import embforge as ef
 
     module = ef.EmbeddingCollection(plan_of().spec)
-    assert "compiled at the first call" in ef.explain(module)
+    assert "compiled by the first call" in ef.explain(module)
     monkeypatch.setenv("EMBFORGE_JIT", "0")
     assert re.search(r"missing, and EMBFORGE_JIT forbids.*embforge gen .*--ids int32", ef.explain(module, "int32"))
     with pytest.raises(TypeError, match="EmbeddingCollection, got a int"):

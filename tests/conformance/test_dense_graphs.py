@@ -89,7 +89,7 @@ def test_rows_may_change_before_the_backward() -> None:
     [
         ({"optimizer": None}, "sparse gradients in a graph: make the EmbeddingCollection with sparse=False"),
         ({"optimizer": None, "sparse": ["b"]}, "sparse gradients in a graph"),
-        ({"accumulate": True}, r"no part of a graph: make the EmbeddingCollection without\s+accumulate=True"),
+        ({"accumulate": True}, r"cannot be part of a graph: make the EmbeddingCollection without\s+accumulate=True"),
     ],
     ids=str,
 )

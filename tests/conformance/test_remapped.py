@@ -320,11 +320,11 @@ def test_a_dropped_module_is_freed_at_once() -> None:
 def test_metadata_lives_as_long_as_the_module() -> None:
     module = ef.EmbeddingCollection(ONE, backend="reference", remap={"t": ROW_OF})
     module(torch.tensor([5]), torch.tensor([0, 1]))
-    first = module._resolve._kept.metadata  # type: ignore[union-attr]
+    first = module._resolve._cached.metadata  # type: ignore[union-attr]
     for size in range(300):
         metadata_of([torch.empty((size + 1, 2))], "error")
     module(torch.tensor([5]), torch.tensor([0, 1]))
-    assert module._resolve._kept.metadata is first  # type: ignore[union-attr]
+    assert module._resolve._cached.metadata is first  # type: ignore[union-attr]
 
 
 def test_entries_for_tables_that_have_none_are_refused() -> None:

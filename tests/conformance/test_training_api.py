@@ -316,7 +316,7 @@ def test_explain_names_all_that_training_runs(accumulate: bool) -> None:
     plans = module.plans()
     assert {"forward", "train", "backward", "weight_gradient"} <= plans.keys()
     assert all(plan.uri in text for plan in plans.values()) and ("in step(): " in text) == accumulate
-    assert "radix_bits = " in text and re.search(r"states of the optimizer beside them: [\d.]+ k?B\n", text)
+    assert "radix_bits = " in text and re.search(r"; other states of the optimizer: [\d.]+ k?B\n", text)
     assert "optimizer" not in explain(trained(optimizer=None)) + repr(trained(optimizer=None))
     assert module.optimizer is not None
     module.optimizer.param_groups[0]["lr"] = 0.5

@@ -233,7 +233,7 @@ def test_a_group_per_entry_in_its_order() -> None:
     assert (first["name"], first["tables"], first["lr"]) == ("*", ("b",), 0.3)
     assert (second["name"], second["tables"], second["betas"]) == ("a", ("a",), (0.9, 0.999))
     assert "beta1" not in first
-    with pytest.raises(ValueError, match="name='c' is not allowed: these are the numbers of 'a'"):
+    with pytest.raises(ValueError, match="name='c' is not allowed: this group is that of 'a'"):
         second["name"] = "c"
     with pytest.raises(ValueError, match="'beta1' is not part of this optimizer"):
         first["beta1"] = 0.5
@@ -271,7 +271,7 @@ CYCLES: dict[str, Any] = {
 )
 def test_momentum_that_not_all_groups_have_is_not_cycled(name: str, others: Any, why: str) -> None:
     module = trained(optimizer={"a": ADAM, "*": others})
-    with pytest.raises(ValueError, match=f"{why}; give it cycle_momentum=False"):
+    with pytest.raises(ValueError, match=f"{why}; make it with cycle_momentum=False"):
         CYCLES[name](module.optimizer)
     assert (group_of(module, 0)["beta1"], group_of(module, 1).get("momentum", 0.9)) == (0.9, 0.9)
     scheduler = CYCLES[name](module.optimizer, cycle_momentum=False)

@@ -35,7 +35,11 @@ from embforge.training import pending
     ("more", "error", "message"),
     [
         ({"optimizer": None, "accumulate": True}, ValueError, "accumulate=True needs a fused optimizer"),
-        ({"optimizer": torch.optim.SGD}, TypeError, r"allowed: one of embforge.optim, as ef.optim.Adam\(lr=1e-3\)"),
+        (
+            {"optimizer": torch.optim.SGD},
+            TypeError,
+            r"allowed: one of embforge.optim, such as ef.optim.Adam\(lr=1e-3\)",
+        ),
         ({"optimizer": optim.Adam}, TypeError, "allowed: one of embforge.optim"),
         ({"optimizer": "adam"}, TypeError, "optimizer: got 'adam'"),
     ],

@@ -19,7 +19,10 @@ SPEC = CollectionSpec([TableSpec("t", 30, 4)], [FeatureSpec("f", "t")])
 
 @pytest.mark.parametrize(
     ("device", "why"),
-    [("mps", "'mps' is not supported: embforge has no kernels for it"), ("cpuu", "'cpuu' is none that torch knows")],
+    [
+        ("mps", "'mps' is not supported: embforge has no kernels for it"),
+        ("cpuu", "'cpuu' is not a device that torch knows"),
+    ],
 )
 def test_a_device_that_is_not_supported_is_said_to_be_so(device: str, why: str) -> None:
     for make in (lambda: EmbeddingCollection(SPEC, device), lambda: VocabParallelEmbedding(9, 4, device=device)):
@@ -38,7 +41,9 @@ def test_a_module_is_not_moved_where_it_cannot_work(optimizer: Any, monkeypatch:
                 move()
     for device in ("mps", "xpu"):
         if not getattr(torch, device).is_available():
-            with pytest.raises(ToolchainError, match=r"cannot be moved there, torch says: .*; allowed: 'cpu', 'cuda'"):
+            with pytest.raises(
+                ToolchainError, match=r"cannot be moved there; torch's error: .*; allowed: 'cpu', 'cuda'"
+            ):
                 model.to(device)
     monkeypatch.setattr("embforge.chosen_device.TABLE_DEVICES", ("cpu",))  # so that torch knows one that we do not
     with pytest.raises(ValueError, match="device='meta' is not supported: embforge has no kernels for it; allowed"):

@@ -116,7 +116,7 @@ def test_weights_follow_their_ids() -> None:
             dict(values={"a": PADDED[:, 0], "b": B}, weights={"a": torch.ones(2, 3)}),
         ),
         (r"weights: 'c' is no feature; allowed: a, b", dict(values={"a": A, "b": B}, weights={"c": torch.ones(3)})),
-        (r"weights: given beside a dict; give a mapping", dict(values={"a": A, "b": B}, weights=torch.ones(7))),
+        (r"weights: passed together with a dict; pass a mapping", dict(values={"a": A, "b": B}, weights=torch.ones(7))),
         (r"'a' is on cpu, 'b' is on meta", dict(values={"a": ONE[:, 0], "b": ONE[:, 1].to("meta")})),
         (r"feature 'a': a Jagged of 2 features", dict(values={"a": ef.Jagged.from_padded(ONE), "b": B})),
         (r"lengths: from -1 to 2.*allowed: 0 to 2", dict(values=PADDED, lengths=LENGTHS - torch.tensor([0, 1, 0]))),
@@ -143,7 +143,7 @@ def test_what_carries_no_batch(error: type[Exception]) -> None:
         with pytest.raises(TypeError, match=r"feature 'a', sample 0: got \[1\.5\]; allowed: a list of whole numbers"):
             normalise(SPEC, CPU, {"a": [[1.5], [], []], "b": B})
         return
-    with pytest.raises(ValueError, match="lengths: given beside a dict, which has its own"):
+    with pytest.raises(ValueError, match="lengths: passed together with a dict, which has its own"):
         normalise(SPEC, CPU, {"a": A, "b": B}, lengths=LENGTHS)
 
 

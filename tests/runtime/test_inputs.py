@@ -185,14 +185,22 @@ def test_bad_keyed_jagged_tensors(keyed: Keyed, message: str) -> None:
         (ValueError, r"offsets: is on meta.*cpu", dict(offsets=OFFSETS.to(META))),
         (ValueError, r"weights: is on meta.*cpu", dict(weights=WEIGHTS.to(META))),
         (ValueError, r"lengths: is on meta.*cpu", dict(offsets=None, lengths=LENGTHS.to(META))),
-        (ValueError, r"offsets: given beside a Jagged", dict(values=Jagged(VALUES, OFFSETS))),
-        (ValueError, r"lengths: given", dict(values=Jagged(VALUES, OFFSETS), offsets=None, lengths=LENGTHS)),
+        (ValueError, r"offsets: passed together with a Jagged", dict(values=Jagged(VALUES, OFFSETS))),
         (
             ValueError,
-            r"weights: given",
+            r"lengths: passed together with a Jagged",
+            dict(values=Jagged(VALUES, OFFSETS), offsets=None, lengths=LENGTHS),
+        ),
+        (
+            ValueError,
+            r"weights: passed together with a Jagged",
             dict(values=Jagged(VALUES, OFFSETS, weights=WEIGHTS), offsets=None, weights=WEIGHTS),
         ),
-        (ValueError, r"weights: given", dict(values=Keyed(["a", "b"], VALUES, LENGTHS), offsets=None, weights=WEIGHTS)),
+        (
+            ValueError,
+            r"weights: passed together with a Keyed",
+            dict(values=Keyed(["a", "b"], VALUES, LENGTHS), offsets=None, weights=WEIGHTS),
+        ),
     ],
 )
 def test_mistakes(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:

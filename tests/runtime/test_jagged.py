@@ -41,9 +41,9 @@ def samples_of(jagged: Jagged) -> list[list[list[int]]]:
 
 
 def test_needs_exactly_one_kind_of_borders() -> None:
-    with pytest.raises(ValueError, match="neither given"):
+    with pytest.raises(ValueError, match="neither was passed"):
         Jagged(VALUES)
-    with pytest.raises(ValueError, match="both given"):
+    with pytest.raises(ValueError, match="both were passed"):
         Jagged(VALUES, OFFSETS, LENGTHS)
 
 
@@ -96,13 +96,13 @@ def test_dense_ids_and_no_samples() -> None:
         (TypeError, "sample 0, feature 1: got 1.5", lambda: Jagged.from_lists([[1, 1.5]])),
         (ValueError, r"weights\[b\]\[f\]", lambda: Jagged.from_lists([[1, [2, 3]]], [[1.0, [2.0]]])),
         (ValueError, r"\[batch, features, ids\] or \[batch, features\]", lambda: Jagged.from_padded(VALUES)),
-        (ValueError, "both given", lambda: Jagged.from_padded(PADDED, LENGTHS, padding=0)),
+        (ValueError, "both were passed", lambda: Jagged.from_padded(PADDED, LENGTHS, padding=0)),
         (ValueError, r"lengths.*\[features, batch\] = \[2, B\]", lambda: Jagged.from_padded(PADDED, torch.ones(3, 2))),
         (ValueError, "from 3 to 3.*allowed: 0 to 2", lambda: Jagged.from_padded(PADDED, torch.full((2, 3), 3))),
         (ValueError, "no key for feature 'b'", lambda: Jagged.from_dict({"a": VALUES}, ["a", "b"])),
         (ValueError, "2 bags do not fit 3 features", lambda: Jagged(VALUES, OFFSETS, num_features=3)),
         (ValueError, "features says 3, lengths says 1", lambda: Jagged(VALUES, lengths=LENGTHS[None], num_features=3)),
-        (ValueError, "give num_features=", lambda: Jagged(VALUES, OFFSETS)[0]),
+        (ValueError, "pass num_features=", lambda: Jagged(VALUES, OFFSETS)[0]),
         (IndexError, "sample 3 does not exist; allowed: -3 to 2", lambda: batch()[3]),
         (ValueError, "step -1 is not allowed", lambda: batch()[::-1]),
         (TypeError, "index 'a'", lambda: batch()["a"]),

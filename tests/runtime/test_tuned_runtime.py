@@ -72,7 +72,7 @@ def test_a_fresh_process_uses_what_is_stored_and_computes_the_same_bits(tmp_path
         return bits, explained
 
     bits, explained = fresh()
-    assert "parameters: all as by default; default: no store has a tuned forward for cpu" in explained
+    assert "parameters: all have their defaults; default: no store has a tuned forward for cpu" in explained
     save(record_of(FAST), "project", origin=spec)
     tuned_bits, tuned = fresh()
     assert f"parameters: prefetch_bytes=1024, tile_vectors=4; {TUNED}; store: project" in tuned
@@ -85,9 +85,9 @@ def test_explicit_parameters_go_first() -> None:
     save(record_of(FAST_BACKWARD, op="backward", rule="none"), "user")
     given = module_of(params=FASTER, backward_params=CpuBackwardParams())
     assert {plan.params for plan in given.plans().values()} == {FASTER, CpuBackwardParams()}
-    assert {choice.why for choice in given.choices().values()} == {"given as params=", "given as backward_params="}
+    assert {choice.why for choice in given.choices().values()} == {"set by params=", "set by backward_params="}
     assert {plan.params for plan in module_of().plans().values()} == {FAST, FAST_BACKWARD}
-    with pytest.raises(ValueError, match=r"params=CudaParams.* does not fit forward on backend 'cpu'; give a Cpu"):
+    with pytest.raises(ValueError, match=r"params=CudaParams.* does not fit forward on backend 'cpu'; pass a Cpu"):
         module_of(params=CudaParams())
     with pytest.raises(ValueError, match=r"backward_params=CpuParams.* does not fit backward"):
         module_of(backward_params=CpuParams())

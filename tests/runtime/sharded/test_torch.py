@@ -23,7 +23,7 @@ def test_wrappers_around_a_collection_that_trains_its_own_rows() -> None:
         assert found.keys() == wrappers.keys()
         for case, wrapper in wrappers.items():
             kind, text = found[case]
-            assert kind == "RuntimeError" and f"inside of {wrapper}, which knows nothing" in text, (case, text)
+            assert kind == "RuntimeError" and f"inside {wrapper}, which does not know" in text, (case, text)
             assert "ShardedEmbeddingCollection" in text
 
 

@@ -84,7 +84,7 @@ def test_a_wrong_row_of_a_sequence_is_named() -> None:
     borders[2 * none.index + 2 :] = 4
     assert sequence_place(layout, borders, 2, 3 * 24 + 5) == "feature 'none', sample 1, position 0, column 5"
     assert sequence_place(layout, borders, 2, 2 * 24) == "feature 'none', sample 0, position 2, column 0"
-    assert "behind the last row" in sequence_place(layout, borders, 2, 4 * 24)
+    assert "after the last row" in sequence_place(layout, borders, 2, 4 * 24)
 
 
 class Lying(reference.ReferenceForward):

@@ -128,7 +128,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.zeros(3))
     (tmp_path / "text.npz").write_text("zipf:1")
     (tmp_path / "empty.npz").touch()
-    for name, named in (("array.npy", "it is one array"), ("text.npz", "cannot be"), ("empty.npz", "cannot be")):
+    for name, named in (("array.npy", "it is a single array"), ("text.npz", "cannot be"), ("empty.npz", "cannot be")):
         with pytest.raises(WorkloadError, match=named):
             read_trace(tmp_path / name)
     with pytest.raises(WorkloadError, match=r"none\.npz: no such file"):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from embforge.arguments import sequence_elements
 from embforge.backends import DEVICES_OF, BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
 from embforge.codegen.layout import CollectionLayout, layout_by_table, layout_of
@@ -21,26 +20,27 @@ from embforge.codegen.reading.numbers import size
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
-from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, resolved, usual_bounds_check
+from embforge.id_resolution import ResolveStep, resolve_step
+from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, usual_bounds_check, with_negation_applied
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
 from embforge.launch.metadata import Metadata, check_tables, metadata_of, places_of
+from embforge.operator_arguments import sequence_elements
 from embforge.operators import dense as dense_ops
 from embforge.operators import lookup as ops
+from embforge.operators.dispatch import has_numbers, leaves_process, must_dispatch
 from embforge.operators.exported import ExportedLookup
-from embforge.operators.visibility import has_numbers, leaves_process, must_be_seen
 from embforge.plan_choice import Choices, check_batch_size, check_params, choose_params, usable
-from embforge.resolve import ResolveStep, resolve_step
 from embforge.storage.parameter_table import Sparse, sparse_tables
 from embforge.storage.remap import Remap, RemappedModule, set_remaps
 from embforge.storage.rule_entry import check_keys
 from embforge.storage.table import Tables, new_table, remaps_of
 from embforge.torch_internals import graph_break, is_exporting
 from embforge.trace.file_format import FILE_VARIABLE
-from embforge.training.around import refuse_average
 from embforge.training.calls import Programs
+from embforge.training.enclosing_model import refuse_average
 from embforge.training.numbers import drawn_seed
 from embforge.training.rule_groups import Optimizers, rule_groups
-from embforge.training.trained import Trained
+from embforge.training.trainable_collection import TrainableCollection
 from embforge.training.trainer import Trainer
 
 SPARSE = (
@@ -69,7 +69,7 @@ class _Ready(NamedTuple):
     metadata: Metadata
 
 
-class EmbeddingCollection(RemappedModule, Trained):
+class EmbeddingCollection(RemappedModule, TrainableCollection):
     """Computes all lookups of a spec in one fused kernel call.
 
     `device`: the device of the tables; None is torch's default, which `with torch.device("meta")` sets. `backend`:
@@ -154,7 +154,7 @@ class EmbeddingCollection(RemappedModule, Trained):
         set_remaps(spec, self.remaps(), remap)
         check_keys(key for name, table in self.named_tables().items() for key in table.keys(f"tables.{name}."))
         self._ready: dict[torch.dtype, _Ready] = {}
-        self._kept = None
+        self._cached_memory = None
         self.programs = self._program_texts(device)
         self._own_rows()
         self.reset_parameters()
@@ -315,12 +315,12 @@ class EmbeddingCollection(RemappedModule, Trained):
         values = batch[0]
         if _is_grad_enabled() and self._want_gradients(tables, batch[2]):
             return self._lookup_to_train(tables, batch, sequence_rows)
-        if must_be_seen(values):
+        if must_dispatch(values):
             return self._call_operator(tables, batch, sequence_rows)
         if self._fused:
             self.trainer.note_forward()
         # Plain eager calls skip the dispatcher, which would cost as much as a small lookup.
-        batch = resolved(batch)
+        batch = with_negation_applied(batch)
         ready = self._ready.get(values.dtype)
         if ready is None or ready[0] != places_of(tables):
             if values.is_meta:  # the operator's fake implementation computes the shapes
@@ -337,28 +337,30 @@ class EmbeddingCollection(RemappedModule, Trained):
         if self._is_fsdp_managed_module and self._fused:
             self.refuse_fsdp()
         elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        parameters, holders = () if self._fused else tables, list(self.named_tables().values())
-        if not must_be_seen(batch.values) and not batch.values.is_meta:
-            return trainer.lookup(programs, self._storage(tables), holders, batch, elements, parameters)
+        parameters, table_objects = () if self._fused else tables, list(self.named_tables().values())
+        if not must_dispatch(batch.values) and not batch.values.is_meta:
+            return trainer.lookup(programs, self._table_memory(tables), table_objects, batch, elements, parameters)
         if is_exporting():  # an exported graph only serves, and needs no optimizer states
             return self._call_operator(tables, batch, sequence_rows)
-        storage, numbers = self._new_storage(tables), trainer.numbers
-        if numbers is None and not any(h.sparse and t for h, t in zip(holders, storage.trainable, strict=True)):
+        memory, numbers = self._new_table_memory(tables), trainer.numbers
+        if numbers is None and not any(h.sparse and t for h, t in zip(table_objects, memory.trainable, strict=True)):
             return self._call_dense_operator(tables, batch, sequence_rows)
         if numbers is None or trainer.accumulate:
             # Sparse and accumulated gradients cannot be part of a graph: a compiler leaves these calls to Python.
             if _is_compiling() or has_numbers(batch.values):
                 untraced = _untraced(trainer.lookup, SPARSE if numbers is None else ACCUMULATED)
-                result: tuple[Tensor, Tensor | None] = untraced(programs, storage, holders, batch, elements, parameters)
+                result: tuple[Tensor, Tensor | None] = untraced(
+                    programs, memory, table_objects, batch, elements, parameters
+                )
                 return result
             return self._call_operator(tables, batch, sequence_rows)
-        anchor = numbers.anchor if any(storage.trainable) else numbers.anchor.detach()
+        anchor = numbers.anchor if any(memory.trainable) else numbers.anchor.detach()
         results: tuple[Tensor, ...] = ops.lookup_train(
             batch.values,
             batch.offsets,
             batch.weights,
             self._blocks(),
-            storage.states,
+            memory.states,
             anchor,
             numbers.hyper,
             numbers.counters,
@@ -367,7 +369,7 @@ class EmbeddingCollection(RemappedModule, Trained):
             programs.backward,
             programs.weight_gradient,
             self._bounds_check,
-            storage.trainable,
+            memory.trainable,
         )
         return results[0], results[1]
 
@@ -470,7 +472,7 @@ class EmbeddingCollection(RemappedModule, Trained):
         return self
 
     def _moved(self, device: torch.device) -> None:
-        self._ready, self._kept = {}, None
+        self._ready, self._cached_memory = {}, None
         if device.type not in (*DEVICES_OF[self.backend], "meta"):
             self.backend = backend_on(device)
             self._requested_params = dict.fromkeys(self._requested_params)
@@ -494,7 +496,7 @@ class EmbeddingCollection(RemappedModule, Trained):
         # A copy may be loaded in another process or on another machine, so it makes these again.
         emptied: dict[str, Any] = {
             "_ready": {},
-            "_kept": None,
+            "_cached_memory": None,
             "programs": {},
             "_exported": {},
             "_facade": None,

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 FEATURE_KEYS = ("values", "lengths", "offsets", "weights")
 
 
-class Parts(NamedTuple):
+class RawInput(NamedTuple):
     """The input of a call, before it is checked."""
 
     values: Any
@@ -43,7 +43,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 # ---- All features in one tensor or list --------------------------------------------------------------------
 
 
-def from_dense(values: Tensor, weights: Any, features: int) -> Parts:
+def from_dense(values: Tensor, weights: Any, features: int) -> RawInput:
     """The input of ids `[B, F]` (one id per feature) or `[B, F, L]` (L ids per bag, including padding ids)."""
     if values.dim() not in (2, 3) or values.shape[1] != features:
         raise ValueError(
@@ -60,10 +60,10 @@ def from_dense(values: Tensor, weights: Any, features: int) -> Parts:
                 "per id, in the order [batch, features] or [batch, features, ids]"
             )
         weights = weights.transpose(0, 1).reshape(-1)
-    return Parts(values.transpose(0, 1).reshape(-1), borders, weights, None, (batch * per_bag,) * features)
+    return RawInput(values.transpose(0, 1).reshape(-1), borders, weights, None, (batch * per_bag,) * features)
 
 
-def from_dense_with_lengths(values: Tensor, weights: Any, lengths: Any, features: int) -> Parts:
+def from_dense_with_lengths(values: Tensor, weights: Any, lengths: Any, features: int) -> RawInput:
     """The input of ids `[B, F, L]`, of which a bag has only the first `lengths[f, b]` ids."""
     parts = from_dense(values, weights, features)
     lengths = flat_lengths(lengths, features)
@@ -76,10 +76,10 @@ def from_dense_with_lengths(values: Tensor, weights: Any, lengths: Any, features
     counted = _counted(lengths.reshape(shape[:2]), shape[2])
     if isinstance(parts.weights, Tensor):
         weights = parts.weights.view(shape)[counted]
-    return Parts(parts.values.view(shape)[counted], None, weights, lengths)
+    return RawInput(parts.values.view(shape)[counted], None, weights, lengths)
 
 
-def from_padded(ids: Any, lengths: Any, weights: Any, padding: int | None) -> tuple[Parts, int]:
+def from_padded(ids: Any, lengths: Any, weights: Any, padding: int | None) -> tuple[RawInput, int]:
     """The input of ids `[B, F, L]` or `[B, F]` without those that only fill bags up, and the number of features."""
     ids, lengths, weights = map(as_tensor, (ids, lengths, weights))
     if not isinstance(ids, Tensor) or ids.dim() not in (2, 3):
@@ -98,7 +98,7 @@ def from_padded(ids: Any, lengths: Any, weights: Any, padding: int | None) -> tu
     counted = parts.values != padding
     lengths = counted.view(features, ids.shape[0], -1 if ids.numel() else 0).sum(2)
     weights = parts.weights[counted] if isinstance(parts.weights, Tensor) else None
-    return Parts(parts.values[counted], None, weights, lengths), features
+    return RawInput(parts.values[counted], None, weights, lengths), features
 
 
 def from_lists(
@@ -106,7 +106,7 @@ def from_lists(
     weights: Sequence[Sequence[Any]] | None,
     features: int | None,
     device: torch.device,
-) -> tuple[Parts, int]:
+) -> tuple[RawInput, int]:
     """The input of `samples[b][f]`, each of which is a list of ids or one id, and the number of features."""
     if features is None:
         if not samples:
@@ -129,7 +129,7 @@ def from_lists(
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64, device=device)
     by_feature = [bags[f * len(samples) : (f + 1) * len(samples)] for f in range(features)]
     rows = tuple(sum(map(len, feature_bags)) for feature_bags in by_feature)
-    return Parts(values, None, factors, lengths, rows), features
+    return RawInput(values, None, factors, lengths, rows), features
 
 
 def flat_lengths(lengths: Any, features: int) -> Any:
@@ -157,7 +157,7 @@ def _counted(lengths: Tensor, most: int) -> Tensor:
 # ---- A mapping of feature to its ids -----------------------------------------------------------------------
 
 
-def from_mapping(ids: Mapping[str, Any], names: Sequence[str], device: torch.device, weights: Any = None) -> Parts:
+def from_mapping(ids: Mapping[str, Any], names: Sequence[str], device: torch.device, weights: Any = None) -> RawInput:
     """The input of a mapping from features to their ids, in the order of `names`. Keys that are not features are
     ignored.
 
@@ -185,7 +185,7 @@ def from_mapping(ids: Mapping[str, Any], names: Sequence[str], device: torch.dev
         ones = [torch.ones_like(p.values, dtype=torch.float32) if p.weights is None else p.weights for p in parts]
         factors = torch.cat(ones)
     rows = tuple(part.values.numel() for part in parts)
-    return Parts(torch.cat([p.values for p in parts]), None, factors, torch.cat([p.lengths for p in parts]), rows)
+    return RawInput(torch.cat([p.values for p in parts]), None, factors, torch.cat([p.lengths for p in parts]), rows)
 
 
 class _FeatureInput(NamedTuple):
@@ -197,7 +197,7 @@ class _FeatureInput(NamedTuple):
     weights: Any = None
 
 
-def _feature(name: str, value: Any, device: torch.device, weights: Any) -> Parts:
+def _feature(name: str, value: Any, device: torch.device, weights: Any) -> RawInput:
     """One feature's `values[N]`, `lengths[B]` and, if it has weights, `weights[N]`."""
     ids, lengths, offsets, own_weights = map(as_tensor, _unpacked(name, as_tensor(value)))
     if weights is not None and own_weights is not None:
@@ -251,7 +251,7 @@ def _unpacked(name: str, value: Any) -> _FeatureInput:
     return _FeatureInput(value)
 
 
-def _fixed(name: str, ids: Tensor) -> Parts:
+def _fixed(name: str, ids: Tensor) -> RawInput:
     if ids.dim() not in (1, 2):
         raise ValueError(
             f"feature {name!r}: shape {tuple(ids.shape)} is not allowed; allowed: [batch] with one id per sample, or "
@@ -259,17 +259,17 @@ def _fixed(name: str, ids: Tensor) -> Parts:
         )
     per_bag = 1 if ids.dim() == 1 else ids.shape[1]
     lengths = torch.full((ids.shape[0],), per_bag, dtype=torch.int64, device=ids.device)
-    return Parts(ids.reshape(-1), None, None, lengths)
+    return RawInput(ids.reshape(-1), None, None, lengths)
 
 
-def _from_list(name: str, samples: list[Any], device: torch.device) -> Parts:
+def _from_list(name: str, samples: list[Any], device: torch.device) -> RawInput:
     bags = [_ids(f"feature {name!r}, sample {number}", bag) for number, bag in enumerate(samples)]
     values = torch.tensor([number for bag in bags for number in bag], dtype=torch.int64, device=device)
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64, device=device)
-    return Parts(values, None, None, lengths)
+    return RawInput(values, None, None, lengths)
 
 
-def _jagged(name: str, values: Tensor, lengths: Any, offsets: Any, weights: Any) -> Parts:
+def _jagged(name: str, values: Tensor, lengths: Any, offsets: Any, weights: Any) -> RawInput:
     borders, kind = (offsets, "offsets") if lengths is None else (lengths, "lengths")
     if not isinstance(borders, Tensor) or borders.dim() != 1:
         raise TypeError(f"feature {name!r}: {kind} must be a tensor with one dimension, [batch] lengths or [batch + 1]")
@@ -295,7 +295,7 @@ def _jagged(name: str, values: Tensor, lengths: Any, offsets: Any, weights: Any)
             raise ValueError(
                 f"feature {name!r}: values has {values.numel()} ids, {kind} cover {total}; both must agree{hint}"
             )
-    return Parts(values, None, _flat_weights(name, weights, values, values), lengths)
+    return RawInput(values, None, _flat_weights(name, weights, values, values), lengths)
 
 
 def _flat_weights(name: str, weights: Any, values: Tensor, ids: Any) -> Tensor | None:

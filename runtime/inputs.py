@@ -16,7 +16,7 @@ from torch import Tensor
 from embforge.codegen.remap import bad_id
 from embforge.codegen.spec import CollectionSpec
 from embforge.input_forms import (
-    Parts,
+    RawInput,
     as_tensor,
     flat_lengths,
     from_dense,
@@ -96,7 +96,7 @@ def normalise(
     return _normalise_any(spec, device, _unpack(spec, device, values, offsets, weights, lengths))
 
 
-def resolved(batch: Batch) -> Batch:
+def with_negation_applied(batch: Batch) -> Batch:
     """The batch without lazily negated tensors, for kernels that read memory by address.
 
     torch may negate a tensor lazily (see `Tensor.is_neg`; the imaginary part of a conjugate is an example): its memory
@@ -120,7 +120,7 @@ def _fits_as_it_is(weights: Tensor, values: Tensor) -> bool:
     )
 
 
-def _normalise_any(spec: CollectionSpec, device: torch.device, parts: Parts) -> Batch:
+def _normalise_any(spec: CollectionSpec, device: torch.device, parts: RawInput) -> Batch:
     values = _checked("values", parts.values, (_INT32, _INT64), device)
     weights = None if parts.weights is None else _checked("weights", _uncast(parts.weights), (_FLOAT32,), device)
     if weights is not None and weights.numel() != values.numel():
@@ -190,7 +190,9 @@ def _check_rows(spec: CollectionSpec, rows: tuple[int, ...], values: Tensor, off
             raise ValueError(f"rows_per_feature: {rows} does not fit the offsets, which say {true}")
 
 
-def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: Any, weights: Any, lengths: Any) -> Parts:
+def _unpack(
+    spec: CollectionSpec, device: torch.device, values: Any, offsets: Any, weights: Any, lengths: Any
+) -> RawInput:
     """The tensors of a call, taken out of the object that holds them. ValueError if borders or weights are passed
     twice."""
     values, offsets, weights, lengths = map(as_tensor, (values, offsets, weights, lengths))
@@ -203,7 +205,7 @@ def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: An
         if (offsets is None) == (lengths is None):
             passed = "neither was" if offsets is None else "both were"
             raise ValueError(f"offsets, lengths: {passed} passed; pass exactly one of them")
-        return Parts(values, offsets, weights, lengths)
+        return RawInput(values, offsets, weights, lengths)
     kind = type(values).__name__
     if isinstance(values, Mapping):
         if weights is not None and not isinstance(weights, Mapping):
@@ -223,14 +225,14 @@ def _unpack(spec: CollectionSpec, device: torch.device, values: Any, offsets: An
     return parts._replace(weights=_from_nested(weights).values if getattr(weights, "is_nested", False) else weights)
 
 
-def _from_object(spec: CollectionSpec, values: Any) -> Parts:
+def _from_object(spec: CollectionSpec, values: Any) -> RawInput:
     """The tensors in an object that holds a whole batch."""
     if isinstance(values, Jagged):
         if values.num_features not in (None, len(spec.features)):
             raise ValueError(
                 f"values: a Jagged of {values.num_features} features for the {len(spec.features)} features of the spec"
             )
-        return Parts(values.values, values.offsets, values.weights, values.lengths, values.rows_per_feature)
+        return RawInput(values.values, values.offsets, values.weights, values.lengths, values.rows_per_feature)
     if isinstance(values, Tensor):
         return _from_nested(values)
     if all(hasattr(values, name) for name in ("keys", "values", "lengths", "weights_or_none")):
@@ -242,7 +244,7 @@ def _from_object(spec: CollectionSpec, values: Any) -> Parts:
     )
 
 
-def _from_nested(tensor: Any) -> Parts:
+def _from_nested(tensor: Any) -> RawInput:
     if tensor.layout is not torch.jagged:
         raise TypeError(
             f"values: nested tensor of layout {tensor.layout} is not allowed; allowed: torch.jagged; "
@@ -250,10 +252,10 @@ def _from_nested(tensor: Any) -> Parts:
         )
     if tensor.lengths() is not None:  # bags with gaps between them
         tensor = tensor.contiguous()
-    return Parts(tensor.values(), tensor.offsets(), None, None)
+    return RawInput(tensor.values(), tensor.offsets(), None, None)
 
 
-def _from_keyed(spec: CollectionSpec, keyed: Any) -> Parts:
+def _from_keyed(spec: CollectionSpec, keyed: Any) -> RawInput:
     keys, wanted = list(keyed.keys()), [f.name for f in spec.features]
     missing = [name for name in wanted if name not in keys]
     if missing:
@@ -262,14 +264,14 @@ def _from_keyed(spec: CollectionSpec, keyed: Any) -> Parts:
     if lengths.dim() != 1 or lengths.numel() % len(keys) or len(set(getattr(keyed, "stride_per_key", list)())) > 1:
         raise ValueError(f"lengths: the {len(keys)} keys differ in batch size; every key needs the same batch")
     if keys == wanted:
-        return Parts(values, None, weights, lengths)
+        return RawInput(values, None, weights, lengths)
     by_key = lengths.view(len(keys), -1)
     sizes = by_key.sum(1).tolist()
     if sum(sizes) != values.numel():
         raise ValueError(f"values has {values.numel()} ids, lengths add up to {sum(sizes)}")
     order = [keys.index(name) for name in wanted]
     value_parts, weight_parts = values.split(sizes), None if weights is None else weights.split(sizes)
-    return Parts(
+    return RawInput(
         torch.cat([value_parts[i] for i in order]),
         None,
         None if weight_parts is None else torch.cat([weight_parts[i] for i in order]),

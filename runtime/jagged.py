@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.input_forms import Parts, from_lists, from_mapping, from_padded
+from embforge.input_forms import RawInput, from_lists, from_mapping, from_padded
 from embforge.torch_internals import collating
 
 
@@ -212,7 +212,7 @@ def _join(batches: Sequence[Jagged], *, collate_fn_map: Any = None) -> Jagged:
     return Jagged.concatenate(batches)
 
 
-def _made(parts: Parts, features: int) -> Jagged:
+def _made(parts: RawInput, features: int) -> Jagged:
     lengths = parts.lengths if parts.offsets is None else parts.offsets.diff()
     return Jagged(
         parts.values,

@@ -57,7 +57,7 @@ def hardware_of(backend: str, device: torch.device) -> Hardware | None:
     if target.hardware == "cpu":
         return cpu_hardware()
     if target.hardware == "gpu" and device.type != "meta":
-        from embforge.device import hardware_facts
+        from embforge.device_facts import hardware_facts
 
         return gpu_hardware(hardware_facts(torch.cuda.get_device_properties(device)))
     return None

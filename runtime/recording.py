@@ -29,7 +29,7 @@ from embforge.trace.file_format import (
     BATCHES,
     BATCHES_VARIABLE,
     FILE_VARIABLE,
-    Seen,
+    RecordedCall,
     checked_target,
     numbered,
     trace_of,
@@ -107,7 +107,7 @@ class Recorder:
         self._spec = module.spec
         self._batches = batches
         self._bytes = 0
-        self._seen: list[Seen] = []
+        self._calls: list[RecordedCall] = []
         self._lock = Lock()  # several threads may call a module
         self._process = os.getpid()
         self._module = weakref.ref(module)  # a recording does not keep tables alive
@@ -116,13 +116,13 @@ class Recorder:
 
     def see(self, batch: Batch) -> None:
         """Copies the input of a call, and ends the recording after the last batch."""
-        seen = _copied(batch)
+        call = _copied(batch)
         with self._lock:
-            if not self.active or self.count >= self._batches or not _is_sound(seen):
+            if not self.active or self.count >= self._batches or not _is_sound(call):
                 return
-            self._seen.append(seen)
+            self._calls.append(call)
             self.count += 1
-            self._bytes += seen.nbytes
+            self._bytes += call.nbytes
             full = self.count >= self._batches or self._bytes >= MOST_BYTES
         if full:
             try:
@@ -136,14 +136,14 @@ class Recorder:
             if not self.active:
                 return
             self.active = False
-            seen, self._seen = self._seen, []
+            calls, self._calls = self._calls, []
         atexit.unregister(self.stop)
         module = self._module()
         if module is not None:
             _untap(module, self)
         if self._process != os.getpid():  # a forked child: the file is its parent's
             return
-        if not seen:
+        if not calls:
             warnings.warn(
                 f"nothing was recorded to {self.path}: {self._spec.name or 'the collection'} was not called, or only "
                 f"by compiled code, which cannot be recorded; run that code eagerly, with {EAGER}",
@@ -154,7 +154,7 @@ class Recorder:
         features = self._spec.features
         rows = [self._spec.table(feature.table).num_embeddings for feature in features]
         names = [feature.name for feature in features]
-        write_trace(self.path, trace_of(names, rows, shape_of(self._spec).digest, seen))
+        write_trace(self.path, trace_of(names, rows, shape_of(self._spec).digest, calls))
 
 
 def record_by_environment(module: EmbeddingCollection) -> None:
@@ -215,14 +215,14 @@ def _is_real(values: Tensor) -> bool:
     )
 
 
-def _copied(batch: Batch) -> Seen:
+def _copied(batch: Batch) -> RecordedCall:
     """A copy of a call's input on the host, which neither the caller nor the device can change."""
     values, offsets, weights = (None if t is None else t.detach().to("cpu", copy=True).numpy() for t in batch[:3])
     assert values is not None and offsets is not None
-    return Seen(batch.batch, values, offsets, weights)
+    return RecordedCall(batch.batch, values, offsets, weights)
 
 
-def _is_sound(seen: Seen) -> bool:
+def _is_sound(call: RecordedCall) -> bool:
     """Whether the borders of bags fit the ids. On CUDA a call with bad borders fails only after it was recorded."""
-    borders = seen.offsets
-    return bool(borders[0] == 0 and borders[-1] == seen.values.size and (borders[1:] >= borders[:-1]).all())
+    borders = call.offsets
+    return bool(borders[0] == 0 and borders[-1] == call.values.size and (borders[1:] >= borders[:-1]).all())

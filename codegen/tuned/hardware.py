@@ -36,7 +36,7 @@ def any_cpu(isa: str) -> Hardware:
 
 
 def gpu_hardware(facts: Mapping[str, Any]) -> Hardware:
-    """A GPU, described by `embforge.device.gpu_facts`. Sizes that are not known are left out."""
+    """A GPU, described by `embforge.device_facts.gpu_facts`. Sizes that are not known are left out."""
     sizes = {name: facts.get(name) for name in ("multiprocessors", "l2_bytes", "memory_bytes")}
     known = {name: int(size) for name, size in sizes.items() if size}
     return Hardware("gpu", str(facts["name"]), {"arch": str(facts["arch"])}, known)

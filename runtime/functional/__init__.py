@@ -16,12 +16,12 @@ from embforge.autograd_calls import Context
 from embforge.codegen.poolings import EACH_ROW
 from embforge.functional.bag import embedding_bag
 from embforge.functional.external_weights import check_device, check_ids, forward_kernel, programs_for
-from embforge.functional.tensor_parallel import Parts, group_of, parts_of, side_by_side, summed
+from embforge.functional.tensor_parallel import WeightParts, group_of, parts_of, side_by_side, summed
 from embforge.inputs import Batch
 from embforge.launch.metadata import metadata_of
 from embforge.number_formats import as_indexable, is_quantized
+from embforge.operators.dispatch import must_dispatch
 from embforge.operators.registration import Implementation, register
-from embforge.operators.visibility import must_be_seen
 
 __all__ = ["embedding", "embedding_bag"]
 
@@ -65,7 +65,7 @@ def embedding(
 
 
 def parallel_embedding(
-    input: Tensor, weight: Tensor, parts: Parts | None, scale: Tensor | None = None, padding_idx: int = -1
+    input: Tensor, weight: Tensor, parts: WeightParts | None, scale: Tensor | None = None, padding_idx: int = -1
 ) -> Tensor:
     """`embedding` for a caller that knows the sizes of all ranks' parts; None if `weight` is the whole weight.
 
@@ -82,7 +82,7 @@ def parallel_embedding(
 
 def _rows(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """The rows of these ids, `[n, D]`, with zeros for ids that are not rows."""
-    if (weight.requires_grad and torch.is_grad_enabled()) or must_be_seen(ids) or weight.is_meta:
+    if (weight.requires_grad and torch.is_grad_enabled()) or must_dispatch(ids) or weight.is_meta:
         return torch.ops.embforge.gather(ids, weight, padding_idx)  # type: ignore[no-any-return]
     return _gather(ids, weight, padding_idx)
 
@@ -125,7 +125,7 @@ def _gather_rows(ids: Tensor, weight: Tensor) -> Tensor:
 
 def _scaled_rows(ids: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     factors = _gather_by_torch(ids, scale[:, None])
-    if not (factors.requires_grad or must_be_seen(ids)):
+    if not (factors.requires_grad or must_dispatch(ids)):
         rows = _run_gather(ids, weight, factors.view(-1).float().resolve_neg(), scale.dtype)
         if rows is not None:
             return rows

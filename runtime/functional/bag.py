@@ -10,11 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embforge.autograd_calls import Context, applied
-from embforge.functional.external_weights import Texts, check_device, check_ids, forward_kernel, programs_for
+from embforge.functional.external_weights import WeightPrograms, check_device, check_ids, forward_kernel, programs_for
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients, readable
 from embforge.torch_internals import assert_async
-from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce, run_weight_gradient
+from embforge.training.calls import (
+    TableMemory,
+    refuse_double_backward,
+    run_forward_kernel,
+    run_reduce_kernel,
+    run_weight_gradient_kernel,
+)
 
 MODES = ("sum", "mean", "max")
 
@@ -65,7 +71,7 @@ def embedding_bag(
 class _Call:
     """What a call computes, apart from its tensors."""
 
-    texts: Texts
+    texts: WeightPrograms
     program: str
     """The program of these that the forward runs."""
     sparse: bool
@@ -94,7 +100,7 @@ class _Bags(torch.autograd.Function):
     def forward(
         ctx: _Context, call: _Call, values: Tensor, borders: Tensor, weight: Tensor, factors: Tensor | None
     ) -> Tensor:
-        kept = run_forward(call.program, _storage(weight), _batch(values, borders, factors), 0)
+        kept = run_forward_kernel(call.program, _table_memory(weight), _batch(values, borders, factors), 0)
         ctx.call, ctx.weight = call, weight.detach()
         # torch raises an error if a saved tensor changes before the backward. Rows are saved only with per-sample
         # weights, whose gradient needs the rows that the forward read.
@@ -108,19 +114,21 @@ class _Bags(torch.autograd.Function):
         refuse_double_backward()
         call, weight = ctx.call, ctx.weight
         values, borders, _, factors, divisors, winners = ctx.saved_tensors
-        storage, batch = _storage(weight), _batch(values, borders, factors)
+        memory, batch = _table_memory(weight), _batch(values, borders, factors)
         gradients = Gradients(readable(gradient), None, divisors, winners)
         grad_weight = grad_factors = None
         if ctx.needs_input_grad[3]:
-            ((rows, sums),) = run_reduce(call.texts.reduce, storage, batch, gradients)
+            ((rows, sums),) = run_reduce_kernel(call.texts.reduce, memory, batch, gradients)
             grad_weight = _gradient(rows, sums.to(weight.dtype), weight, call.sparse)
         if ctx.needs_input_grad[4]:
-            grad_factors = run_weight_gradient(call.texts.weight_gradient, storage, batch, gradients).to(factors.dtype)
+            grad_factors = run_weight_gradient_kernel(call.texts.weight_gradient, memory, batch, gradients).to(
+                factors.dtype
+            )
         return None, None, None, grad_weight, grad_factors
 
 
-def _storage(weight: Tensor) -> Storage:
-    return Storage([weight.detach()], [weight.new_empty(0)], [True], "zero")
+def _table_memory(weight: Tensor) -> TableMemory:
+    return TableMemory([weight.detach()], [weight.new_empty(0)], [True], "zero")
 
 
 def _gradient(rows: Tensor, sums: Tensor, weight: Tensor, sparse: bool) -> Tensor:

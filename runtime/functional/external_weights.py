@@ -22,7 +22,7 @@ _ROW_LIMITS = (2**31 - 1, MAX_ROWS)
 """Kernels are made for at most one of these numbers of rows: a row's number takes 4 bytes or 8."""
 
 
-class Texts(NamedTuple):
+class WeightPrograms(NamedTuple):
     """The programs of one kind of lookup, and the stride (in elements) and alignment (in bytes) that rows must have."""
 
     forward: str
@@ -33,7 +33,7 @@ class Texts(NamedTuple):
     alignment: int
 
 
-def programs_for(weight: Tensor, dtype: torch.dtype, pooling: str, weighted: bool) -> Texts | None:
+def programs_for(weight: Tensor, dtype: torch.dtype, pooling: str, weighted: bool) -> WeightPrograms | None:
     """The programs that look rows of `weight` up and return `dtype`; None if there are no kernels for these tensors."""
     names = _NAME_OF.get(weight.dtype), _NAME_OF.get(dtype)
     rows, dim = weight.shape
@@ -50,7 +50,7 @@ def programs_for(weight: Tensor, dtype: torch.dtype, pooling: str, weighted: boo
 @lru_cache(maxsize=1024)
 def _texts(
     device: torch.device | None, dim: int, dtype: Any, output_dtype: Any, pooling: Any, weighted: bool, many: bool
-) -> Texts:
+) -> WeightPrograms:
     target = backend_on(device or torch.device("cpu"))
     spec = CollectionSpec(
         (TableSpec("weight", _ROW_LIMITS[many], dim, dtype),),
@@ -63,7 +63,7 @@ def _texts(
     text = {name: Program(plan).text for name, plan in plans.items()}
     layout = plans["forward"].layout.tables[0]
     weight_gradient = text.get("weight_gradient", "")
-    return Texts(
+    return WeightPrograms(
         text["forward"], text["train"], text["reduce"], weight_gradient, layout.stride_elements, layout.alignment
     )
 

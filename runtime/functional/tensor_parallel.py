@@ -23,7 +23,7 @@ from embforge.group_ending import end_at_exit
 from embforge.number_formats import as_indexable
 
 
-class Parts(NamedTuple):
+class WeightParts(NamedTuple):
     """How much of a weight each rank of a group holds."""
 
     group: dist.ProcessGroup | None
@@ -40,12 +40,12 @@ class Parts(NamedTuple):
         return sum(self.sizes[: self.rank])
 
 
-def summed(partial: Tensor, parts: Parts) -> Tensor:
+def summed(partial: Tensor, parts: WeightParts) -> Tensor:
     """The sum of the `partial` of all ranks. It overwrites `partial`."""
     return applied(_Sum, partial, parts)
 
 
-def side_by_side(own: Tensor, parts: Parts) -> Tensor:
+def side_by_side(own: Tensor, parts: WeightParts) -> Tensor:
     """`[n, D]`, the columns `[n, d]` of all ranks in their order."""
     return applied(_Columns, own, parts)
 
@@ -54,7 +54,7 @@ class _Sum(torch.autograd.Function):
     """The sum over ranks, in place. Its backward passes the gradient on, because every rank has the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Context, partial: Tensor, parts: Parts) -> Tensor:
+    def forward(ctx: Context, partial: Tensor, parts: WeightParts) -> Tensor:
         ctx.mark_dirty(partial)
         if partial.numel():
             dist.all_reduce(as_indexable(partial), group=parts.group)
@@ -77,7 +77,7 @@ class _Columns(torch.autograd.Function):
     gradient."""
 
     @staticmethod
-    def forward(ctx: _ColumnsContext, own: Tensor, parts: Parts) -> Tensor:
+    def forward(ctx: _ColumnsContext, own: Tensor, parts: WeightParts) -> Tensor:
         ctx.first, ctx.width = parts.first, own.shape[1]
         return gathered_columns(own, parts)
 
@@ -86,7 +86,7 @@ class _Columns(torch.autograd.Function):
         return gradient.narrow(1, ctx.first, ctx.width), None
 
 
-def gathered_columns(own: Tensor, parts: Parts) -> Tensor:
+def gathered_columns(own: Tensor, parts: WeightParts) -> Tensor:
     """The columns of all ranks, `[n, D]`, of which this rank holds `[n, own columns]`."""
     blocks = _gathered(F.pad(as_indexable(own), (0, max(parts.sizes) - own.shape[1])), parts)
     return _as_received(
@@ -94,13 +94,13 @@ def gathered_columns(own: Tensor, parts: Parts) -> Tensor:
     )
 
 
-def gathered_rows(own: Tensor, parts: Parts) -> Tensor:
+def gathered_rows(own: Tensor, parts: WeightParts) -> Tensor:
     """The rows of all ranks, `[V, d]`, of which this rank holds `[own rows, d]`."""
     blocks = _gathered(F.pad(as_indexable(own), (0, 0, 0, max(parts.sizes) - own.shape[0])), parts)
     return _as_received(torch.cat([block[:size] for block, size in zip(blocks, parts.sizes, strict=True)]), own.dtype)
 
 
-def _gathered(block: Tensor, parts: Parts) -> Tensor:
+def _gathered(block: Tensor, parts: WeightParts) -> Tensor:
     """The blocks of all ranks, `[ranks, *shape]`. All blocks must have the same shape."""
     result = block.new_empty(len(parts.sizes), *block.shape)
     if block.numel():
@@ -177,15 +177,15 @@ _EXCHANGED: Any = WeakIdKeyDictionary()
 """What ranks have exchanged, by weight. An entry is removed with its weight, and is valid for one group only."""
 
 
-def parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> Parts:
+def parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> WeightParts:
     """How the ranks of the group share a weight. They exchange it in the first call with the weight."""
     if torch.compiler.is_compiling():  # not traced; torch.compiler.disable as a decorator would import the compiler
-        parts: Parts = torch.compiler.disable(_parts_of)(weight, group, dim)
+        parts: WeightParts = torch.compiler.disable(_parts_of)(weight, group, dim)
         return parts
     return _parts_of(weight, group, dim)
 
 
-def _parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> Parts:
+def _parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> WeightParts:
     known: _Exchanged | None = _EXCHANGED.get(weight)
     if known is None or known.group() is not group:
         sizes = _exchange_sizes(weight, group, dim)
@@ -199,7 +199,7 @@ def _parts_of(weight: Tensor, group: dist.ProcessGroup, dim: int) -> Parts:
         raise ValueError(
             f"sharding_dim={dim} for a weight that was said to be split along {known.dim} in an earlier call"
         )
-    return Parts(group, dist.get_rank(group), dim, known.sizes)
+    return WeightParts(group, dist.get_rank(group), dim, known.sizes)
 
 
 def _exchange_sizes(weight: Tensor, group: dist.ProcessGroup, dim: int) -> tuple[int, ...]:

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from embforge.arguments import check_sequence_rows, checked_batch, checked_gradients, sequence_elements
 from embforge.autograd_calls import Context
 from embforge.launch.metadata import check_tables
 from embforge.number_formats import torch_computes, torch_dtype
-from embforge.operators.lookup import kept_fake, kept_results, program_of
+from embforge.operator_arguments import check_sequence_rows, checked_batch, checked_gradients, sequence_elements
+from embforge.operators.lookup import forward_results, forward_results_fake, program_of
 from embforge.operators.registration import Implementation, register
 from embforge.storage.parameter_table import dense_gradient
 from embforge.storage.static import NO_TORCH_GRADIENT
-from embforge.training.calls import Storage, refuse_double_backward, run_forward, run_reduce
+from embforge.training.calls import TableMemory, refuse_double_backward, run_forward_kernel, run_reduce_kernel
 
 
 def _lookup_dense(
@@ -40,10 +40,10 @@ def _lookup_dense(
     check_tables(plan.layout, tables)
     rows = sequence_rows or ()
     check_sequence_rows(plan.layout, batch, rows)
-    storage = Storage(tables, (), (), bounds_check)
+    memory = TableMemory(tables, (), (), bounds_check)
     elements = sequence_elements(plan.layout, rows)
-    kept = run_forward(forward, storage, batch, elements, (forward, reduce, weight_gradient))
-    return kept_results(kept, values)
+    kept = run_forward_kernel(forward, memory, batch, elements, (forward, reduce, weight_gradient))
+    return forward_results(kept, values)
 
 
 def _lookup_dense_fake(
@@ -57,7 +57,7 @@ def _lookup_dense_fake(
     weight_gradient: str,
     bounds_check: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return kept_fake(values, offsets, sequence_rows, forward)
+    return forward_results_fake(values, offsets, sequence_rows, forward)
 
 
 class _Context(Context, Protocol):
@@ -110,7 +110,7 @@ def _dense_gradients(
     gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
     tables = _stand_ins(program, values.device)
     empty = [table.new_empty(0) for table in tables]
-    reduced = run_reduce(program, Storage(tables, empty, list(wanted), bounds_check), batch, gradients)
+    reduced = run_reduce_kernel(program, TableMemory(tables, empty, list(wanted), bounds_check), batch, gradients)
     return [
         dense_gradient(table.shape, rows, sums.to(table.dtype))
         for table, (rows, sums), want in zip(tables, reduced, wanted, strict=True)

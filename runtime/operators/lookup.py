@@ -13,7 +13,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from embforge.arguments import (
+from embforge.autograd_calls import Context
+from embforge.codegen.dtypes import DTYPES
+from embforge.launch.grouped import parts_of
+from embforge.launch.kernels import Kernel, Program
+from embforge.launch.metadata import check_tables, metadata_of
+from embforge.operator_arguments import (
     RulePlan,
     check_sequence_rows,
     check_states,
@@ -23,24 +28,19 @@ from embforge.arguments import (
     rows_of,
     sequence_elements,
 )
-from embforge.autograd_calls import Context
-from embforge.codegen.dtypes import DTYPES
-from embforge.launch.grouped import parts_of
-from embforge.launch.kernels import Kernel, Program
-from embforge.launch.metadata import check_tables, metadata_of
 from embforge.operators.exported import lookup_kernel, lookup_named
 from embforge.operators.registration import Implementation, register
 from embforge.torch_internals import is_tracing_proxies, proxies_of
-from embforge.training.around import refuse_replicas
 from embforge.training.calls import (
     ROWS_CHANGED,
-    Kept,
-    Storage,
+    ForwardResults,
+    TableMemory,
     refuse_double_backward,
-    run_forward,
-    run_update,
-    run_weight_gradient,
+    run_forward_kernel,
+    run_update_kernel,
+    run_weight_gradient_kernel,
 )
+from embforge.training.enclosing_model import refuse_replicas
 from embforge.training.numbers import MOVED, numbers_of, update_is_wanted
 
 _FP32 = torch.float32
@@ -123,15 +123,15 @@ def _lookup_train(
     batch = checked_batch(plan, values, offsets, weights, bounds_check)
     tables = rows_of(plan.layout, tables)
     check_sequence_rows(plan.layout, batch, sequence_rows)
-    storage = Storage(tables, states, trainable, bounds_check)
+    memory = TableMemory(tables, states, trainable, bounds_check)
     if any(trainable):
         refuse_replicas()
     numbers = numbers_of(hyper)
     if numbers is not None:
         numbers.note_forward(in_node=True)
     elements = sequence_elements(plan.layout, sequence_rows)
-    kept = run_forward(forward, storage, batch, elements, (forward, backward, weight_gradient))
-    return kept_results(kept, values)
+    kept = run_forward_kernel(forward, memory, batch, elements, (forward, backward, weight_gradient))
+    return forward_results(kept, values)
 
 
 def _lookup_train_fake(
@@ -150,10 +150,10 @@ def _lookup_train_fake(
     bounds_check: str,
     trainable: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return kept_fake(values, offsets, sequence_rows, forward)
+    return forward_results_fake(values, offsets, sequence_rows, forward)
 
 
-def kept_results(kept: Kept, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward_results(kept: ForwardResults, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of a forward kernel as an operator returns them, with empty tensors in the place of None."""
     return (
         kept.pooled,
@@ -163,10 +163,10 @@ def kept_results(kept: Kept, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     )
 
 
-def kept_fake(
+def forward_results_fake(
     values: Tensor, offsets: Tensor, sequence_rows: Sequence[int] | None, program: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tensors with the shapes and dtypes of `kept_results`, for compilers."""
+    """Tensors with the shapes and dtypes of `forward_results`, for compilers."""
     pooled, sequence = _lookup_fake(values, offsets, None, (), sequence_rows, program, "")
     layout, size = program_of(program).plan.layout, pooled.shape[0]
     divisors = (size, layout.divisor_width) if layout.divisor_width else (0,)
@@ -287,7 +287,9 @@ def _update(
         if numbers.hyper is not hyper:
             raise RuntimeError(MOVED)
         numbers.take_scale()
-    return run_update(program, Storage(tables, states, trainable, bounds_check), batch, gradients, hyper, counters)
+    return run_update_kernel(
+        program, TableMemory(tables, states, trainable, bounds_check), batch, gradients, hyper, counters
+    )
 
 
 def _weight_gradient(
@@ -307,7 +309,7 @@ def _weight_gradient(
     tables = rows_in(plan.layout, tables)
     gradients = checked_gradients(plan, batch, grad_pooled, grad_sequence, divisors, winners)
     states, frozen = [table.new_empty(0) for table in tables], [False] * len(tables)
-    return run_weight_gradient(program, Storage(tables, states, frozen, bounds_check), batch, gradients)
+    return run_weight_gradient_kernel(program, TableMemory(tables, states, frozen, bounds_check), batch, gradients)
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

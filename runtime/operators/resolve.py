@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.arguments import checked_batch
 from embforge.launch.kernels import ResolveKernel
 from embforge.launch.metadata import check_remaps, remap_metadata_of
+from embforge.operator_arguments import checked_batch
 from embforge.operators.exported import lookup_kernel
 from embforge.operators.registration import Implementation, register
 

@@ -65,7 +65,7 @@ def _topology(found: dict[str, float], count: int, on_gpus: bool) -> Topology:
     memory = float(_host_memory() / count)
     what = f"{count} processes with gloo"
     if on_gpus:
-        from embforge.device import gpu_facts
+        from embforge.device_facts import gpu_facts
 
         hardware = gpu_hardware(gpu_facts(torch.device("cuda", 0))).identity
         memory = float(torch.cuda.get_device_properties(0).total_memory)

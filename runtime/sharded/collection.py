@@ -28,9 +28,9 @@ from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.placement import place
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.stages import FLAGS, StagePlan
-from embforge.inputs import Batch, BoundsCheck, normalise, resolved, usual_bounds_check
+from embforge.id_resolution import ResolveStep, resolve_step
+from embforge.inputs import Batch, BoundsCheck, normalise, usual_bounds_check, with_negation_applied
 from embforge.launch.kernels import Program
-from embforge.resolve import ResolveStep, resolve_step
 from embforge.sharded.agreement import agree, common_node_size, wrong_argument
 from embforge.sharded.exchange.collectives import Exchange, Ranks
 from embforge.sharded.exchange.formats import Formats, computed_in
@@ -241,7 +241,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         self.wait_for_ids()
         self._calls += 1
         try:
-            checked = resolved(normalise(self.spec, self._device, values, offsets, weights, lengths))
+            checked = with_negation_applied(normalise(self.spec, self._device, values, offsets, weights, lengths))
             if self._resolve is not None:
                 checked = self._resolve(checked)
             self._load_kernels(checked.values.dtype, bool(self._flags(checked) & (FLAGS["trains"] | FLAGS["joined"])))

@@ -12,7 +12,7 @@ from embforge.codegen.poolings import EACH_ROW
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.sharded.collection import ShardedEmbeddingCollection
-from embforge.training.facade import FusedOptimizer
+from embforge.training.fused_optimizer import FusedOptimizer
 from embforge.training.rule_groups import Optimizers
 
 BAGS = 4096

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.arguments import sequence_elements
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import kernel_of
+from embforge.operator_arguments import sequence_elements
 from embforge.sharded.exchange.collectives import Exchange
 from embforge.sharded.stages.data_distributor import Distributed
 from embforge.sharded.stages.model_forward import OwnOptions
-from embforge.training.calls import run_forward, run_reduce, run_weight_gradient
+from embforge.training.calls import run_forward_kernel, run_reduce_kernel, run_weight_gradient_kernel
 from embforge.training.pending import Pass
 from embforge.training.rule_groups import RuleGroups
 
@@ -61,7 +61,9 @@ class Replicas:
         assert batch.rows_per_feature is not None  # `_batch` counts them
         rows = [batch.rows_per_feature[f.index] for f in module.layout.sequence_features]
         elements = sequence_elements(module.layout, rows) if rows else 0
-        found = run_forward(programs.train if keep else programs.forward, self.module.storage(), batch, elements)
+        found = run_forward_kernel(
+            programs.train if keep else programs.forward, self.module.table_memory(), batch, elements
+        )
         for own, whole in self._columns():
             pooled[:, whole] = found.pooled[:, own]
         sizes = [count * f.dim for count, f in zip(rows, module.layout.sequence_features, strict=True)]
@@ -75,7 +77,9 @@ class Replicas:
         """Leaves the gradients of this rank's samples for `step`."""
         batch = kept.batch
         gradients = self._gradients(kept, grad, sequences)
-        reduced = run_reduce(self.module.programs[batch.values.dtype].reduce, self.module.storage(), batch, gradients)
+        reduced = run_reduce_kernel(
+            self.module.programs[batch.values.dtype].reduce, self.module.table_memory(), batch, gradients
+        )
         self.module.trainer.waiting.append(Pass(reduced, []))
 
     def weight_gradient(
@@ -85,7 +89,7 @@ class Replicas:
         batch = kept.batch
         gradients = self._gradients(kept, grad, sequences)
         program = self.module.programs[batch.values.dtype].weight_gradient
-        own = run_weight_gradient(program, self.module.storage(), batch, gradients)
+        own = run_weight_gradient_kernel(program, self.module.table_memory(), batch, gradients)
         found, first = torch.zeros(done.given.values.numel(), dtype=torch.float32, device=grad.device), 0
         for feature, count in zip(self.features, batch.rows_per_feature or (), strict=True):
             begin = done.borders[feature]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from embforge.chosen_device import chosen_device
 from embforge.functional import parallel_embedding
 from embforge.functional.external_weights import check_device, check_ids
-from embforge.functional.tensor_parallel import Parts, gathered_columns, gathered_rows, process_group_of
+from embforge.functional.tensor_parallel import WeightParts, gathered_columns, gathered_rows, process_group_of
 
 DRAWN_ELEMENTS = 1 << 22
 """About as many numbers are drawn at once at the start."""
@@ -164,16 +164,16 @@ class VocabParallelEmbedding(nn.Module):
         return made
 
 
-def _parts(process_group: object, dim: int, size: int) -> Parts:
+def _parts(process_group: object, dim: int, size: int) -> WeightParts:
     """Equal parts of ceil(size / ranks), the last ones shorter or empty."""
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return Parts(None, 0, dim, (size,))
+        return WeightParts(None, 0, dim, (size,))
     group = process_group_of(process_group, "process_group")
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise ValueError("process_group does not hold this process; make the module only on ranks of its group")
     each = -(-size // ranks)
-    return Parts(group, rank, dim, tuple(min(each, max(0, size - each * r)) for r in range(ranks)))
+    return WeightParts(group, rank, dim, tuple(min(each, max(0, size - each * r)) for r in range(ranks)))
 
 
 def _row_blocks(rows: int, dim: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from embforge.codegen.reading.numbers import size
 from embforge.codegen.spec import TableSpec
 from embforge.memory import ask_for_huge_pages
 from embforge.number_formats import torch_computes, torch_dtype
-from embforge.storage.fused_steps import guard_padded
+from embforge.storage.padded_parameters import guard_padded
 from embforge.storage.remap import Remap
 from embforge.storage.rule_entry import ENTRY, rule_entry, wrong_rule
 from embforge.storage.states import allocate_section, state_views, versioned

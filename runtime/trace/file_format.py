@@ -92,9 +92,9 @@ class Trace:
 
     def ids_of(self, feature: int) -> Ints:
         """All ids of one feature, in recorded order."""
-        return np.concatenate([self.values[self.where(i, feature, 0, int(self.sizes[i]))] for i in range(len(self))])
+        return np.concatenate([self.values[self.id_range(i, feature, 0, int(self.sizes[i]))] for i in range(len(self))])
 
-    def where(self, batch: int, feature: int, begin: int, end: int) -> slice:
+    def id_range(self, batch: int, feature: int, begin: int, end: int) -> slice:
         """The positions in `values` of the ids that a feature has in samples `begin` to `end` (not included) of a
         batch."""
         first = self.first_bags[batch] + feature * self.sizes[batch]
@@ -102,7 +102,7 @@ class Trace:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class RecordedCall:
     """The input of one recorded call, as arrays on the host."""
 
     size: int
@@ -115,23 +115,23 @@ class Seen:
         return sum(part.nbytes for part in (self.values, self.offsets, self.weights) if part is not None)
 
 
-def trace_of(features: Sequence[str], rows: Sequence[int], shape: str, batches: Iterable[Seen]) -> Trace:
+def trace_of(features: Sequence[str], rows: Sequence[int], shape: str, batches: Iterable[RecordedCall]) -> Trace:
     """The trace of calls that have succeeded. Ids that are not rows are left out, because lookups treated them as
     absent.
 
     `features`, `rows` and `shape`: see `Trace`.
     """
-    kept = [_without_bad_ids(rows, seen) for seen in batches]
+    kept = [_without_bad_ids(rows, call) for call in batches]
     weights = None
-    if any(seen.weights is not None and seen.weights.size for seen in kept):  # a call without weights means ones
+    if any(call.weights is not None and call.weights.size for call in kept):  # a call without weights means ones
         weights = np.concatenate([np.ones(s.values.size, np.float32) if s.weights is None else s.weights for s in kept])
     return Trace(
         features=tuple(features),
         rows=tuple(rows),
         shape=shape,
-        sizes=np.array([seen.size for seen in kept], np.int64),
-        lengths=np.concatenate([np.diff(seen.offsets) for seen in kept]).astype(np.int64),
-        values=np.concatenate([seen.values for seen in kept]).astype(np.int64),
+        sizes=np.array([call.size for call in kept], np.int64),
+        lengths=np.concatenate([np.diff(call.offsets) for call in kept]).astype(np.int64),
+        values=np.concatenate([call.values for call in kept]).astype(np.int64),
         weights=weights,
     )
 
@@ -242,16 +242,16 @@ def _is_list_of(value: Any, kind: type) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
-def _without_bad_ids(rows: Sequence[int], seen: Seen) -> Seen:
-    if not seen.size:
-        return seen
-    bounds = np.repeat(np.asarray(rows, np.int64), np.diff(seen.offsets[:: seen.size]))
-    good = (seen.values >= 0) & (seen.values < bounds)
+def _without_bad_ids(rows: Sequence[int], call: RecordedCall) -> RecordedCall:
+    if not call.size:
+        return call
+    bounds = np.repeat(np.asarray(rows, np.int64), np.diff(call.offsets[:: call.size]))
+    good = (call.values >= 0) & (call.values < bounds)
     if good.all():
-        return seen
+        return call
     kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(good)])
-    weights = None if seen.weights is None else seen.weights[good]
-    return Seen(seen.size, seen.values[good], kept[seen.offsets], weights)
+    weights = None if call.weights is None else call.weights[good]
+    return RecordedCall(call.size, call.values[good], kept[call.offsets], weights)
 
 
 def _narrow(array: Ints) -> NDArray[Any]:

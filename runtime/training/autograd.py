@@ -9,28 +9,28 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from embforge.arguments import check_sequence_gradient
 from embforge.autograd_calls import Context
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients, readable
 from embforge.launch.kernels import kernel_of
+from embforge.operator_arguments import check_sequence_gradient
 from embforge.storage.parameter_table import gradient_of
 from embforge.training.calls import (
     ROWS_CHANGED,
     Programs,
-    Storage,
+    TableMemory,
     refuse_double_backward,
-    run_forward,
-    run_reduce,
-    run_update,
-    run_weight_gradient,
+    run_forward_kernel,
+    run_reduce_kernel,
+    run_update_kernel,
+    run_weight_gradient_kernel,
 )
 from embforge.training.numbers import MOVED, Numbers, update_is_wanted
 
 Sink = Callable[[Gradients, list[tuple[Tensor, Tensor]]], Tensor]
 
 
-class Holder(Protocol):
+class TrainableTable(Protocol):
     """What a training call reads of a table object. It may change between a forward and its backward."""
 
     trainable: bool
@@ -43,8 +43,8 @@ class Call(NamedTuple):
     """A training call of a module, as it was when its forward ran."""
 
     programs: Programs
-    storage: Storage
-    holders: Sequence[Holder]
+    memory: TableMemory
+    table_objects: Sequence[TrainableTable]
     """The table objects. A fused optimizer does not train a table that was frozen between a forward and its
     backward."""
     sequence_elements: int
@@ -86,9 +86,9 @@ class Lookup(torch.autograd.Function):
         anchor: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        kept = run_forward(
+        kept = run_forward_kernel(
             call.programs.train,
-            call.storage,
+            call.memory,
             Batch(values, offsets, weights, size, None),
             call.sequence_elements,
             call.programs,
@@ -113,8 +113,8 @@ class Lookup(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             if ctx.versions != versions_of(call):
                 raise RuntimeError(ROWS_CHANGED)
-            weight_gradient = run_weight_gradient(
-                call.programs.weight_gradient, call.storage, batch, gradients, call.programs
+            weight_gradient = run_weight_gradient_kernel(
+                call.programs.weight_gradient, call.memory, batch, gradients, call.programs
             )
         wanted = ctx.needs_input_grad[6:]
         table_gradients: Sequence[Tensor | None] = [None] * len(wanted)
@@ -123,29 +123,33 @@ class Lookup(torch.autograd.Function):
             if ctx.needs_input_grad[5] and (weight_gradient is None or update_is_wanted(call.numbers.hyper)):
                 anchor_gradient = _train(call, call.numbers, batch, gradients)
         elif any(wanted):
-            reduced = run_reduce(call.programs.reduce, call.storage, batch, gradients, call.programs)
+            reduced = run_reduce_kernel(call.programs.reduce, call.memory, batch, gradients, call.programs)
             table_gradients = [
-                gradient_of(table, *sums, sparse=holder.sparse) if want else None
-                for table, holder, sums, want in zip(call.parameters, call.holders, reduced, wanted, strict=True)
+                gradient_of(table, *sums, sparse=table_object.sparse) if want else None
+                for table, table_object, sums, want in zip(
+                    call.parameters, call.table_objects, reduced, wanted, strict=True
+                )
             ]
         return None, None, None, None, weight_gradient, anchor_gradient, *table_gradients
 
 
 def versions_of(call: Call) -> list[int]:
     """torch's version counters of the tables: a changed counter means that rows have changed."""
-    return [table._version for table in call.storage.tables]
+    return [table._version for table in call.memory.tables]
 
 
 def _train(call: Call, numbers: Numbers, batch: Batch, gradients: Gradients) -> Tensor:
-    programs, storage, trainable = call.programs, call.storage, [holder.trainable for holder in call.holders]
-    if numbers.hyper.device != storage.tables[0].device:
+    programs, memory, trainable = call.programs, call.memory, [table.trainable for table in call.table_objects]
+    if numbers.hyper.device != memory.tables[0].device:
         raise RuntimeError(MOVED)
     numbers.take_scale()
-    if trainable != storage.trainable:
+    if trainable != memory.trainable:
         if True not in trainable:
             return torch.zeros(1, dtype=torch.float32, device=gradients.pooled.device)
-        storage = replace(storage, trainable=trainable)
+        memory = replace(memory, trainable=trainable)
     if call.accumulate is None:
         with numbers.lock:
-            return run_update(programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters, programs)
-    return call.accumulate(gradients, run_reduce(programs.reduce, storage, batch, gradients, programs))
+            return run_update_kernel(
+                programs.backward, memory, batch, gradients, numbers.hyper, numbers.counters, programs
+            )
+    return call.accumulate(gradients, run_reduce_kernel(programs.reduce, memory, batch, gradients, programs))

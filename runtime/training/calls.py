@@ -55,7 +55,7 @@ class Programs(NamedTuple):
     """The resolve step, which turns ids into rows before all other kernels; empty where ids are rows."""
 
 
-class Kept(NamedTuple):
+class ForwardResults(NamedTuple):
     """The results of a forward kernel: what the caller gets, and what its backward needs."""
 
     pooled: Tensor
@@ -65,10 +65,11 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Storage:
+class TableMemory:
     """The memory of the tables that a call reads and trains, and the metadata by which kernels find it.
 
-    It describes the tables as they were when it was made. A module uses one for all calls until a table moves.
+    It describes the tables as they were when it was made. A module uses one for all calls until a table moves. It has
+    nothing to do with `TableSpec.storage`, which is the kind of a table.
     """
 
     tables: Sequence[Tensor]
@@ -103,23 +104,25 @@ class Storage:
         return [table for table, trained in zip(self.tables, self.trainable, strict=True) if trained]
 
 
-def run_forward(
-    program: str, storage: Storage, batch: Batch, sequence_elements: int, all_programs: Sequence[str] = ()
-) -> Kept:
+def run_forward_kernel(
+    program: str, memory: TableMemory, batch: Batch, sequence_elements: int, all_programs: Sequence[str] = ()
+) -> ForwardResults:
     """Runs the forward kernel of a program, whether it returns divisors and winners or not.
 
     `all_programs`, here and in the functions below: all programs that the module runs. An error about a kernel that is
     missing names those of the others that are missing too.
     """
     kernel: Kernel | TrainKernel = kernel_of(program, all_programs)
-    results = kernel(storage.metadata, storage.tables, batch, sequence_elements, storage.bounds_check)
-    pooled, sequence, divisors, winners = results if len(results) == len(Kept._fields) else (*results, None, None)
-    return Kept(pooled, sequence, divisors, winners)
+    results = kernel(memory.metadata, memory.tables, batch, sequence_elements, memory.bounds_check)
+    pooled, sequence, divisors, winners = (
+        results if len(results) == len(ForwardResults._fields) else (*results, None, None)
+    )
+    return ForwardResults(pooled, sequence, divisors, winners)
 
 
-def run_update(
+def run_update_kernel(
     program: str,
-    storage: Storage,
+    memory: TableMemory,
     batch: Batch,
     gradients: Gradients,
     hyper: Tensor,
@@ -130,36 +133,36 @@ def run_update(
     was changed."""
     kernel: UpdateKernel = kernel_of(program, all_programs)
     verdict = kernel(
-        storage.update_metadata(),
-        storage.tables,
-        storage.states,
+        memory.update_metadata(),
+        memory.tables,
+        memory.states,
         batch,
         gradients,
         hyper,
         counters,
-        storage.bounds_check,
+        memory.bounds_check,
     )
     # Makes autograd refuse backwards for which rows were saved before this update.
-    torch.autograd.graph.increment_version([*storage.trained, counters])
+    torch.autograd.graph.increment_version([*memory.trained, counters])
     return verdict
 
 
-def run_reduce(
-    program: str, storage: Storage, batch: Batch, gradients: Gradients, all_programs: Sequence[str] = ()
+def run_reduce_kernel(
+    program: str, memory: TableMemory, batch: Batch, gradients: Gradients, all_programs: Sequence[str] = ()
 ) -> list[tuple[Tensor, Tensor]]:
     """For each table, the rows that occur in the batch and the sum of each row's gradients."""
     kernel: ReduceKernel = kernel_of(program, all_programs)
-    return kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
+    return kernel(memory.update_metadata(), memory.tables, batch, gradients, memory.bounds_check)
 
 
-def run_weight_gradient(
-    program: str, storage: Storage, batch: Batch, gradients: Gradients, all_programs: Sequence[str] = ()
+def run_weight_gradient_kernel(
+    program: str, memory: TableMemory, batch: Batch, gradients: Gradients, all_programs: Sequence[str] = ()
 ) -> Tensor:
     """The gradient of the batch's per-sample weights; zeros if `program` is empty because no feature is weighted."""
     if not program:
         return torch.zeros(batch.values.shape, dtype=torch.float32, device=batch.values.device)
     kernel: WeightGradientKernel = kernel_of(program, all_programs)
-    return kernel(storage.update_metadata(), storage.tables, batch, gradients, storage.bounds_check)
+    return kernel(memory.update_metadata(), memory.tables, batch, gradients, memory.bounds_check)
 
 
 def refuse_double_backward() -> None:

@@ -9,12 +9,12 @@ from typing import Self
 from torch.amp import GradScaler
 
 from embforge.codegen.spec import CollectionSpec
-from embforge.training.around import Surrounded
-from embforge.training.facade import FusedOptimizer
+from embforge.training.enclosing_model import EnclosedModule
+from embforge.training.fused_optimizer import FusedOptimizer
 from embforge.training.trainer import Trainer
 
 
-class TrainingSurface(Surrounded):
+class TrainingSurface(EnclosedModule):
     """The methods by which a user controls training: optimizer, steps, gradient scaler, seed and freezing.
 
     A class that derives from it holds the tables, and defines what a step does and how a single table is frozen.

@@ -15,17 +15,17 @@ from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.plans import training_plans
 from embforge.codegen.spec import CollectionSpec
-from embforge.inputs import Batch, resolved
+from embforge.inputs import Batch, with_negation_applied
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program
 from embforge.torch_internals import scale_of
 from embforge.training import pending
-from embforge.training.around import refuse_replicas
-from embforge.training.autograd import Call, Holder, Lookup
-from embforge.training.calls import Programs, Storage, run_reduce, run_update
-from embforge.training.facade import FusedOptimizer, Steps
-from embforge.training.group import NOT_FOR_USERS
+from embforge.training.autograd import Call, Lookup, TrainableTable
+from embforge.training.calls import Programs, TableMemory, run_reduce_kernel, run_update_kernel
+from embforge.training.enclosing_model import refuse_replicas
+from embforge.training.fused_optimizer import FusedOptimizer, OptimizedModule
 from embforge.training.numbers import SEED, STEP, Numbers
+from embforge.training.param_groups import INTERNAL_NUMBERS
 from embforge.training.rule_groups import RuleGroups
 
 SEEDS = 2**63
@@ -74,12 +74,12 @@ class Trainer:
 
     def _described(self, place: int) -> str:
         assert self.numbers is not None and self.groups is not None
-        names = [name for name in self.numbers.names(place) if name not in NOT_FOR_USERS]
+        names = [name for name in self.numbers.names(place) if name not in INTERNAL_NUMBERS]
         numbers = [f"{name}={self.numbers.get(name, place):g}" for name in names]
         update = self.groups.groups[place].optimizer.update
         return f"{update.rule.name}({', '.join(numbers)}, rounding={update.rounding!r})"
 
-    def facade(self, module: Steps) -> FusedOptimizer | None:
+    def facade(self, module: OptimizedModule) -> FusedOptimizer | None:
         """The fused optimizers of the module as one torch optimizer; None without a fused optimizer."""
         if self.numbers is None or self.groups is None:
             return None
@@ -93,18 +93,18 @@ class Trainer:
     def lookup(
         self,
         programs: Programs,
-        storage: Storage,
-        holders: Sequence[Holder],
+        memory: TableMemory,
+        table_objects: Sequence[TrainableTable],
         batch: Batch,
         sequence_elements: int,
         parameters: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Looks up a batch so that autograd records it: the pooled results, and the flat rows of `none` features."""
         self.note_forward()
-        batch = resolved(batch)
+        batch = with_negation_applied(batch)
         sink = self.take if self.accumulate else None
-        call = Call(programs, storage, holders, sequence_elements, self.numbers, parameters, sink)
-        trains = self.numbers is not None and any(storage.trainable)
+        call = Call(programs, memory, table_objects, sequence_elements, self.numbers, parameters, sink)
+        trains = self.numbers is not None and any(memory.trainable)
         anchor = self.numbers.anchor if trains and self.numbers is not None else None
         if trains:
             refuse_replicas()
@@ -112,18 +112,18 @@ class Trainer:
         results = all_applied(Lookup, *inputs, *parameters)
         return results[0], results[1] if len(results) > 1 else None
 
-    def step(self, programs: Programs, storage: Storage) -> None:
+    def step(self, programs: Programs, memory: TableMemory) -> None:
         """Updates rows once from all accumulated gradients. Does nothing if there are none."""
         if self.numbers is None:
             return
         with self.numbers.lock:
             if self.waiting and not (self.scales and pending.any_not_finite(self.waiting)):
-                batch, gradients = pending.as_batch(self.waiting, storage.tables[0].device)
+                batch, gradients = pending.as_batch(self.waiting, memory.tables[0].device)
                 hyper, counters = self.numbers.hyper, self.numbers.counters
-                run_update(programs.step, storage, batch, gradients, hyper, counters, programs)
+                run_update_kernel(programs.step, memory, batch, gradients, hyper, counters, programs)
             self.waiting = []
 
-    def clip(self, programs: Programs, storage: Storage, max_norm: float) -> Tensor:
+    def clip(self, programs: Programs, memory: TableMemory, max_norm: float) -> Tensor:
         """Scales accumulated gradients down to a norm over all tables, and returns their norm before scaling."""
         if self.numbers is None:
             raise RuntimeError(
@@ -138,23 +138,23 @@ class Trainer:
             )
         with self.numbers.lock:
             if not self.waiting:
-                return torch.zeros((), dtype=torch.float32, device=storage.tables[0].device)
-            merged = self._merged(programs, storage)
+                return torch.zeros((), dtype=torch.float32, device=memory.tables[0].device)
+            merged = self._merged(programs, memory)
             norm = pending.norm_of(merged.reduced) / (self.numbers.get("grad_scale") or 1.0)
             self.waiting = [pending.Pass(pending.clipped(merged.reduced, norm, max_norm), merged.verdicts)]
         return norm
 
-    def merge(self, programs: Programs, storage: Storage) -> pending.Reduced:
+    def merge(self, programs: Programs, memory: TableMemory) -> pending.Reduced:
         """Merges all accumulated gradients into one pass, and returns each table's rows and the sums of their
         gradients."""
-        self.waiting = [self._merged(programs, storage)]
+        self.waiting = [self._merged(programs, memory)]
         return self.waiting[0].reduced
 
-    def _merged(self, programs: Programs, storage: Storage) -> pending.Pass:
+    def _merged(self, programs: Programs, memory: TableMemory) -> pending.Pass:
         if not self.waiting:
-            return pending.nothing(storage.tables)
-        batch, gradients = pending.as_batch(self.waiting, storage.tables[0].device)
-        reduced = run_reduce(programs.merge, storage, batch, gradients, programs)
+            return pending.nothing(memory.tables)
+        batch, gradients = pending.as_batch(self.waiting, memory.tables[0].device)
+        reduced = run_reduce_kernel(programs.merge, memory, batch, gradients, programs)
         return pending.Pass(reduced, [verdict for each in self.waiting for verdict in each.verdicts])
 
     def drop_gradients(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from embforge.arguments import sequence_elements
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.geometry import geometry_of, register_classes
 from embforge.codegen.targets.cuda.launch import long_symbols, main_symbols, shape_of
@@ -18,6 +17,7 @@ from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of
 from embforge.launch.simt.counters import SECTOR, KernelCounters, together
 from embforge.launch.simt.forward import SimtForward, SimtOptions
+from embforge.operator_arguments import sequence_elements
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.target import target_named
 from embforge.codegen.targets.simt.image import device_code
-from embforge.device import gpu_facts
+from embforge.device_facts import gpu_facts
 from embforge.launch.kernels import Kernel, Program, kernel_of
 from embforge.launch.simt.forward import SimtForward, SimtOptions
-from embforge.places import pooled_place, sequence_place
+from embforge.result_elements import pooled_location, sequence_location
 from embforge.verify.against_torch import differences_from_torch
 from embforge.verify.pairwise import covering
 from embforge.verify.probes import Probe, Progress, Result, as_result, call_of, few_probes_of, probes_of, run
@@ -341,8 +341,8 @@ class Tally:
 
     def _where(self, plan: Plan, name: str, place: int) -> str:
         if name == "pooled":
-            return pooled_place(plan.layout, place)
-        return sequence_place(plan.layout, self.probe.drawn.offsets, self.probe.case.batch, place)
+            return pooled_location(plan.layout, place)
+        return sequence_location(plan.layout, self.probe.drawn.offsets, self.probe.case.batch, place)
 
     def row(self) -> VerifyRow:
         passed = self.cases > 0 and not self.detail

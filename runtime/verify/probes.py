@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.arguments import sequence_elements
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, TableSpec
@@ -17,6 +16,7 @@ from embforge.inputs import Batch
 from embforge.launch.kernels import Kernel
 from embforge.launch.metadata import Metadata, metadata_of
 from embforge.launch.reference import forward as reference
+from embforge.operator_arguments import sequence_elements
 from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 
 Progress = Callable[[str, int, int], None]

@@ -15,7 +15,7 @@ from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.target import target_named
 from embforge.verify.lookups import VerifyRow
-from embforge.verify.training_run import Trained, bits_of, training_run
+from embforge.verify.training_run import TrainingResult, bits_of, training_run
 
 STEPS = 20
 ANY_NUMBER = 0.1
@@ -98,7 +98,7 @@ def training_rows(
     progress("training", len(rules), len(rules))
 
 
-def _differences(got: Trained, want: Trained) -> tuple[list[str], float]:
+def _differences(got: TrainingResult, want: TrainingResult) -> tuple[list[str], float]:
     """The names of the tensors that differ in a bit, and the largest difference."""
     actual, expected = got.state | got.gradients, want.state | want.gradients
     absent = torch.zeros(0, dtype=torch.float32, device="cpu")

@@ -32,7 +32,7 @@ CASES = (
 samples, runs of about 64 and of more than 1000 occurrences, and ids that are not rows, which count as absent."""
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """The result of a training run."""
 
     state: dict[str, Tensor]
@@ -51,7 +51,7 @@ def training_run(
     threads: int = 1,
     cases: Sequence[Case] = CASES,
     **more: Any,
-) -> Trained:
+) -> TrainingResult:
     """Trains a module for some steps, with batches of these cases and gradients that are drawn from the seed.
 
     Rows start with the same numbers on every backend. Without an optimizer they do not change, and the result has their
@@ -71,7 +71,7 @@ def training_run(
         for step in range(steps):
             drawn = draw_batch(spec, cases[step % len(cases)], seed * 1000 + step, device)
             gradients |= {f"{name}, step {step}": grad for name, grad in _step(module, drawn, generator).items()}
-        return Trained({k: v.cpu() for k, v in module.state_dict().items()}, gradients)
+        return TrainingResult({k: v.cpu() for k, v in module.state_dict().items()}, gradients)
 
 
 def _step(module: EmbeddingCollection, drawn: Drawn, generator: torch.Generator) -> dict[str, Tensor]:

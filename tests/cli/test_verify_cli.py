@@ -17,7 +17,7 @@ import torch
 from support import commands
 
 from embforge.codegen.errors import KernelBugError
-from embforge.device import facts_of
+from embforge.device_facts import facts_of
 from embforge.verify.lookups import VerifyReport, VerifyRow
 
 TINY = """

@@ -105,4 +105,4 @@ def test_a_module_that_is_made_there(more: dict[str, Any], name: str) -> None:
     with default(name):
         module = ef.EmbeddingCollection(ONE, device="cpu", backend="reference", **more)
     assert module.weight("t").dtype == torch.float32 and module.weight("t").device.type == "cpu"
-    assert module.storage().states[0].dtype == torch.float32
+    assert module.table_memory().states[0].dtype == torch.float32

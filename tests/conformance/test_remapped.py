@@ -18,7 +18,7 @@ from support.remaps import entries_of, ids_for, remapped
 from torch import Tensor, nn
 
 import embforge as ef
-from embforge import optim, resolve
+from embforge import id_resolution, optim
 from embforge.cli.gen import emit
 from embforge.codegen.errors import MissingKernelError, SpecError
 from embforge.codegen.params import CpuParams
@@ -228,7 +228,7 @@ def test_large_batches_are_resolved_in_parts() -> None:
 
 
 def test_rows_past_32_bits_make_ids_of_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "INT32_ROWS", 3)
+    monkeypatch.setattr(id_resolution, "INT32_ROWS", 3)
     module = collection(ONE, "reference", remap={"t": ROW_OF})
     values, offsets = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
     assert torch.equal(module(values, offsets), module(values.long(), offsets.long()))

@@ -17,7 +17,7 @@ from embforge.codegen.params import CudaParams
 from embforge.codegen.plans import training_plans
 from embforge.codegen.poolings import POOLINGS
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.verify.training_run import CASES, Trained, bits_of, training_run
+from embforge.verify.training_run import CASES, TrainingResult, bits_of, training_run
 
 STEPS, FEW_STEPS = 50, 12
 AT_LENGTH = ("momentum", "rowwise_adam")
@@ -101,7 +101,7 @@ def test_runs_cover_all_pairs(whole: Any) -> None:
         assert not missing, f"axes {first} and {second}: {sorted(missing)}"
 
 
-def run(rule: str, steps: int, backend: str, *, small: bool = False, threads: int = 1) -> Trained:
+def run(rule: str, steps: int, backend: str, *, small: bool = False, threads: int = 1) -> TrainingResult:
     """Ids are of both types in runs of one of the whole rules, and in the long ones of the soak."""
     both_types = rule == "rowwise_adagrad" or (steps == STEPS and not small)
     spec = SMALL if small else spec_of(TURNS[rule])
@@ -109,7 +109,7 @@ def run(rule: str, steps: int, backend: str, *, small: bool = False, threads: in
     return training_run(spec, OPTIMIZERS[rule], backend, steps=steps, threads=threads, cases=drawn)
 
 
-def assert_same_bits(got: Trained, want: Trained) -> None:
+def assert_same_bits(got: TrainingResult, want: TrainingResult) -> None:
     for have, wanted in ((got.state, want.state), (got.gradients, want.gradients)):
         assert have.keys() == wanted.keys()
         for name, tensor in wanted.items():

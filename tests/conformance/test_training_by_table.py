@@ -425,7 +425,7 @@ def test_the_same_ids_twice_in_a_compiled_graph(compiler: str) -> None:
 @every_backend
 def test_the_operators_check_what_they_are_given(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, twin = (trained(backend, WITH_ROWS, optimizer=SAME), trained(backend, WITH_ROWS))
-    monkeypatch.setattr(collection, "must_be_seen", lambda values: True)
+    monkeypatch.setattr(collection, "must_dispatch", lambda values: True)
     for each in (module, twin):
         results = each.forward_dict(*draw(backend, spec=WITH_ROWS))
         sum(result.pow(2).sum() for result in results.values()).backward()  # type: ignore[union-attr]

@@ -239,7 +239,7 @@ def test_opcheck(backend: Any, weighted: bool) -> None:
     values, offsets, weights, tables, rows, programs = _arguments(module, backend, weighted)
     numbers, device = module.trainer.numbers, device_of(backend)
     assert numbers is not None
-    states = module.storage().states
+    states = module.table_memory().states
     anchor = torch.zeros(1, device=device, requires_grad=True)
     more = (tables, states, anchor, numbers.hyper, numbers.counters, rows, programs.train, programs.backward)
     train = (values, offsets, weights, *more, programs.weight_gradient, "error", [True, True])
@@ -269,7 +269,7 @@ def test_arguments_that_kernels_would_trust_are_checked(name: str) -> None:
     values, offsets, weights, tables, rows, programs = _arguments(module, "reference", False)
     numbers = module.trainer.numbers
     assert numbers is not None
-    states = module.storage().states
+    states = module.table_memory().states
     train = (tables, states, numbers.anchor, numbers.hyper, numbers.counters, rows, programs.train, programs.backward)
     found = ops.lookup_train(values, offsets, weights, *train, programs.weight_gradient, "error", [True, True])
     pooled, sequence, divisors, winners = (tensor.detach() for tensor in found)

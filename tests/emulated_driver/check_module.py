@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import embforge as ef
-from embforge import collection, resolve
+from embforge import collection, id_resolution
 from embforge.verify.cases import Case, draw_batch
 from emulated_driver import control
 from emulated_driver.trained import SPEC
@@ -55,8 +55,8 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a call: as in plain eager code, or through the operator, as where somebody must see it."""
     if request.param == "operator":
-        for module in (collection, resolve):
-            monkeypatch.setattr(module, "must_be_seen", lambda values: True)
+        for module in (collection, id_resolution):
+            monkeypatch.setattr(module, "must_dispatch", lambda values: True)
 
 
 @pytest.mark.usefixtures("way")

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from embforge import collection, resolve
+from embforge import collection, id_resolution
 from embforge.operators import lookup as ops
-from embforge.operators.visibility import has_numbers, must_be_seen
+from embforge.operators.dispatch import has_numbers, must_dispatch
 from emulated_driver import control
 from emulated_driver import torch_cuda as cuda
 from emulated_driver.control import driver_call
@@ -347,8 +347,8 @@ def emulated() -> Iterator[None]:
     replaced = {name: getattr(cuda, name) for name in REPLACED}
     threads = mock.patch.object(threading.Thread, "run", _run_thread_emulated)
     engine = mock.patch.object(torch.autograd, "_engine_run_backward", _run_engine_emulated)
-    seen = _as_plain(must_be_seen)
-    plain = mock.patch.multiple(collection, must_be_seen=seen, has_numbers=_as_plain(has_numbers))
-    resolving = mock.patch.object(resolve, "must_be_seen", seen)
+    seen = _as_plain(must_dispatch)
+    plain = mock.patch.multiple(collection, must_dispatch=seen, has_numbers=_as_plain(has_numbers))
+    resolving = mock.patch.object(id_resolution, "must_dispatch", seen)
     with mock.patch.multiple(torch.cuda, **replaced), threads, engine, plain, resolving, _Everything():
         yield

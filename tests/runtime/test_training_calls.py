@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import embforge as ef
-from embforge.training import trained
+from embforge.training import trainable_collection
 
 SPEC = ef.CollectionSpec(
     (ef.TableSpec("a", 5, 4), ef.TableSpec("b", 6, 4)), (ef.FeatureSpec("x", "a"), ef.FeatureSpec("y", "b"))
@@ -23,7 +23,7 @@ def test_tables_are_looked_at_once_and_again_when_they_moved(monkeypatch: pytest
     def check(layout: object, tables: list[Tensor]) -> None:
         looks.append(len(tables))
 
-    monkeypatch.setattr(trained, "check_tables", check)
+    monkeypatch.setattr(trainable_collection, "check_tables", check)
     module = ef.EmbeddingCollection(SPEC, backend="reference", optimizer=ef.optim.SGD(lr=0.5))
     for _ in range(3):
         module(VALUES, OFFSETS).sum().backward()

@@ -23,7 +23,7 @@ from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, load_kernel
 from embforge.launch.metadata import metadata_of
 from embforge.storage.table import Table, new_table
-from embforge.training.calls import Storage
+from embforge.training.calls import TableMemory
 from embforge.training.numbers import Numbers
 from embforge.tuner.bench.peers import fill_table
 from embforge.verify.cases import draw_tables
@@ -62,7 +62,7 @@ class Arena:
         if op.startswith("forward"):
             return metadata_of(tables, bounds_check), tables, batch, sequence_size(self.layout, batch), bounds_check
         sections = [holder.section for holder in self.holders]
-        metadata = Storage(tables, sections, [True] * len(tables), bounds_check).update_metadata()
+        metadata = TableMemory(tables, sections, [True] * len(tables), bounds_check).update_metadata()
         if op == "backward":
             return metadata, tables, sections, batch, gradients, self.hyper, self.counters, bounds_check
         return metadata, tables, batch, gradients, bounds_check

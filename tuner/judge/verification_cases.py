@@ -20,7 +20,7 @@ from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.reference.backward import put_rows
 from embforge.number_formats import as_indexable
-from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
+from embforge.result_elements import divisor_location, pooled_location, sequence_location, winner_location
 from embforge.tuner.judge.fixtures import Arena, drawn_arena, gradients_for
 from embforge.verify.cases import Case, draw_batch
 from embforge.verify.probes import FEW_FOR_ALL, FEW_FOR_ONE, FEW_SPECIAL, shrunk
@@ -197,11 +197,11 @@ def _answer(question: Question, found: Any) -> Answer:
 
 
 def _place(layout: CollectionLayout, question: Question, name: str, element: int) -> str:
-    places = {"pooled": pooled_place, "divisors": divisor_place, "winners": winner_place}
+    places = {"pooled": pooled_location, "divisors": divisor_location, "winners": winner_location}
     if name in places:
         return f"{name}: {places[name](layout, element)}"
     if name == "sequence":
-        return f"{name}: {sequence_place(layout, question.batch.offsets, question.batch.batch, element)}"
+        return f"{name}: {sequence_location(layout, question.batch.offsets, question.batch.batch, element)}"
     for watched, live, rows in _watched(question):
         if name == watched:
             row, column = divmod(element, live.shape[1] if live.dim() > 1 else 1)

@@ -203,7 +203,7 @@ def _hardware(on: str) -> tuple[Hardware, str]:
             "tune --on cuda needs a CUDA device and a torch built for it; none is here. Nothing was tuned; "
             "`embforge tune SPEC --on cuda --static --arch sm_90` ranks plans by estimates, as seeds for a later run"
         )
-    from embforge.device import gpu_facts
+    from embforge.device_facts import gpu_facts
 
     facts = gpu_facts(torch.device("cuda", torch.cuda.current_device()))
     return gpu_hardware(facts), str(facts["arch"])

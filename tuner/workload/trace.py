@@ -117,7 +117,7 @@ def recorded_batch(path: str, spec: CollectionSpec, batch: int | None, number: i
     for feature in order:
         for at, begin, end in pieces:
             bags = int(trace.first_bags[at] + feature * trace.sizes[at])
-            where = trace.where(at, feature, begin, end)
+            where = trace.id_range(at, feature, begin, end)
             lengths.append(trace.lengths[bags + begin : bags + end])
             values.append(trace.values[where])
             if trace.weights is not None:

@@ -28,7 +28,7 @@ from embforge.launch.simt.abi import Counted, Region, SimtTraffic, load_image
 from embforge.launch.simt.counters import SINGLE, TABLE, KernelCounters, Traffic
 from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
 from embforge.launch.simt.run import WORD_BYTES, launch_kernel, raise_mistakes
-from embforge.places import divisor_place, pooled_place, sequence_place, winner_place
+from embforge.result_elements import divisor_location, pooled_location, sequence_location, winner_location
 
 _KERNEL = KERNELS["forward_train"]
 READ_ONLY = _KERNEL.used("read")
@@ -126,10 +126,10 @@ class _SimtLookup:
     def _raise_unwritten(self, call: ForwardCall, memory: _Memory, batch: Batch, options: SimtOptions) -> None:
         layout = self.plan.layout
         places: dict[str, Callable[[int], str]] = {
-            "pooled": lambda element: pooled_place(layout, element),
-            "sequence": lambda element: sequence_place(layout, batch.offsets, batch.batch, element),
-            "divisors": lambda element: divisor_place(layout, element),
-            "winners": lambda element: winner_place(layout, element),
+            "pooled": lambda element: pooled_location(layout, element),
+            "sequence": lambda element: sequence_location(layout, batch.offsets, batch.batch, element),
+            "divisors": lambda element: divisor_location(layout, element),
+            "winners": lambda element: winner_location(layout, element),
         }
         for name in RESULTS:
             missing, result = memory.unwritten(name), call.given[name]

@@ -8,7 +8,6 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from embforge.arguments import sequence_elements
 from embforge.backends import BackendName, arch_of
 from embforge.codegen.dtypes import OutputDtype
 from embforge.codegen.sharding.geometry import Local
@@ -16,7 +15,15 @@ from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch, BoundsCheck
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import kernel_of
-from embforge.training.calls import Kept, Programs, run_forward, run_reduce, run_update, run_weight_gradient
+from embforge.operator_arguments import sequence_elements
+from embforge.training.calls import (
+    ForwardResults,
+    Programs,
+    run_forward_kernel,
+    run_reduce_kernel,
+    run_update_kernel,
+    run_weight_gradient_kernel,
+)
 from embforge.training.pending import Reduced
 from embforge.training.rule_groups import RuleGroups
 
@@ -80,32 +87,32 @@ class Owner:
         assert self._programs is not None
         return self._programs
 
-    def forward(self, batch: Batch, keep: bool) -> Kept:
+    def forward(self, batch: Batch, keep: bool) -> ForwardResults:
         """Results for the samples of all ranks. `keep`: a backward will come."""
         programs = self.programs(batch.values.dtype)
         assert batch.rows_per_feature is not None
         rows = [batch.rows_per_feature[f.index] for f in self.local.layout.sequence_features]
         elements = sequence_elements(self.local.layout, rows) if rows else 0
         program = programs.train if keep else programs.forward
-        return run_forward(program, self.module.storage(), batch, elements)
+        return run_forward_kernel(program, self.module.table_memory(), batch, elements)
 
     def update(self, batch: Batch, gradients: Gradients) -> None:
         """Rows and states at once; or, if gradients accumulate, what `step` will use."""
         trainer, numbers = self.module.trainer, self.module.trainer.numbers
         assert numbers is not None
         # Also if all tables here are frozen: the step counts, as on ranks that hold others.
-        storage, programs = self.module.storage(), self.programs(batch.values.dtype)
+        storage, programs = self.module.table_memory(), self.programs(batch.values.dtype)
         if trainer.accumulate:
-            trainer.take(gradients, run_reduce(programs.reduce, storage, batch, gradients))
+            trainer.take(gradients, run_reduce_kernel(programs.reduce, storage, batch, gradients))
             return
         with numbers.lock:
-            run_update(programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
+            run_update_kernel(programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
 
     def weight_gradient(self, batch: Batch, gradients: Gradients) -> Tensor:
         """Of the weights that came with ids."""
         program = self.programs(batch.values.dtype).weight_gradient
-        return run_weight_gradient(program, self.module.storage(), batch, gradients)
+        return run_weight_gradient_kernel(program, self.module.table_memory(), batch, gradients)
 
     def merge(self) -> Reduced:
         """Of each table the rows whose gradients wait for a step, and the sums of these."""
-        return self.module.trainer.merge(self.module.programs[torch.int64], self.module.storage())
+        return self.module.trainer.merge(self.module.programs[torch.int64], self.module.table_memory())

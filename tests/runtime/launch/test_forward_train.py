@@ -22,7 +22,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.reference.forward import lookup
 from embforge.launch.reference.forward_train import lookup_train
-from embforge.places import divisor_place, winner_place
+from embforge.result_elements import divisor_location, winner_location
 from embforge.verify.cases import Case, Drawn, draw_tables
 from embforge.verify.lookups import first_difference, torch_threads
 from embforge.verify.probes import Probe, call_of
@@ -197,9 +197,9 @@ def test_what_a_spec_has_no_feature_of_is_none(backend: str) -> None:
 
 def test_a_result_that_no_kernel_wrote_is_named_by_its_place() -> None:
     layout = layout_of(SPEC)
-    assert divisor_place(layout, 4 + 1) == "feature 'weighted_root', sample 1"
-    assert winner_place(layout, 2 * layout.winner_width + 8 + 24) == "feature 'odd', sample 2, column 0"
-    assert winner_place(layout, 7) == "feature 'largest', sample 0, column 7"
+    assert divisor_location(layout, 4 + 1) == "feature 'weighted_root', sample 1"
+    assert winner_location(layout, 2 * layout.winner_width + 8 + 24) == "feature 'odd', sample 2, column 0"
+    assert winner_location(layout, 7) == "feature 'largest', sample 0, column 7"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from embforge.codegen.poolings import POOLINGS
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 from embforge.launch.reference import forward as reference
-from embforge.places import sequence_place
+from embforge.result_elements import sequence_location
 from embforge.sharded import ShardedEmbeddingCollection, ShardPlan
 from embforge.verify import lookups as module
 from embforge.verify.cases import Case, draw_batch, draw_tables
@@ -82,9 +82,9 @@ def test_a_wrong_row_of_a_sequence_is_named() -> None:
     borders = torch.zeros(2 * len(SPEC.features) + 1, dtype=torch.int64)
     borders[2 * none.index + 1] = 3
     borders[2 * none.index + 2 :] = 4
-    assert sequence_place(layout, borders, 2, 3 * 24 + 5) == "feature 'none', sample 1, position 0, column 5"
-    assert sequence_place(layout, borders, 2, 2 * 24) == "feature 'none', sample 0, position 2, column 0"
-    assert "after the last row" in sequence_place(layout, borders, 2, 4 * 24)
+    assert sequence_location(layout, borders, 2, 3 * 24 + 5) == "feature 'none', sample 1, position 0, column 5"
+    assert sequence_location(layout, borders, 2, 2 * 24) == "feature 'none', sample 0, position 2, column 0"
+    assert "after the last row" in sequence_location(layout, borders, 2, 4 * 24)
 
 
 class Lying(reference.ReferenceForward):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.trace.file_format import Seen, Trace, read_trace, trace_of, write_trace
+from embforge.trace.file_format import RecordedCall, Trace, read_trace, trace_of, write_trace
 from embforge.tuner.bench.forward import MIN_BATCHES, enough_batches
 from embforge.tuner.workload.trace import Recorded, RecordedLengths, expected_distinct, fitted_exponent
 from embforge.tuner.workload.workload import Batch, Uniform, Workload, WorkloadError, Zipf, make_batch, parse, traffic
@@ -28,17 +28,17 @@ SPEC = CollectionSpec(
 )
 
 
-def drawn(size: int, seed: int, weighted: bool = True) -> Seen:
+def drawn(size: int, seed: int, weighted: bool = True) -> RecordedCall:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 4, 3 * size)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = np.concatenate(
         [rng.integers(0, rows, lengths[i * size : (i + 1) * size].sum()) for i, rows in enumerate(ROWS)]
     )
-    return Seen(size, values, offsets, rng.random(values.size, np.float32) if weighted else None)
+    return RecordedCall(size, values, offsets, rng.random(values.size, np.float32) if weighted else None)
 
 
-def made(*batches: Seen) -> Trace:
+def made(*batches: RecordedCall) -> Trace:
     return trace_of([f.name for f in SPEC.features], ROWS, "shape", batches or [drawn(4, 0), drawn(7, 1), drawn(1, 2)])
 
 
@@ -66,7 +66,7 @@ def test_a_trace_comes_back_as_it_was(
 
 
 def test_ids_past_32_bits(tmp_path: Path) -> None:
-    trace = trace_of(["a"], [2**40], "", [Seen(1, np.array([2**39]), np.array([0, 1]), None)])
+    trace = trace_of(["a"], [2**40], "", [RecordedCall(1, np.array([2**39]), np.array([0, 1]), None)])
     write_trace(tmp_path / "t.npz", trace)
     assert read_trace(tmp_path / "t.npz").values.tolist() == [2**39]
 
@@ -234,7 +234,7 @@ def test_a_spec_that_does_not_fit(path: Path) -> None:
 def test_recorded_lengths_are_drawn_by_feature(tmp_path: Path) -> None:
     values = np.zeros(12, np.int64)
     offsets = np.concatenate([[0], np.cumsum([5, 5, 0, 0, 1, 1])])
-    write_trace(tmp_path / "t.npz", made(Seen(2, values, offsets, None)))
+    write_trace(tmp_path / "t.npz", made(RecordedCall(2, values, offsets, None)))
     batch = make_batch(SPEC, parse(f"uniform,len=trace:{tmp_path}/t.npz,batch=50"))
     assert (np.diff(batch.offsets).reshape(3, 50) == [[5], [0], [1]]).all()
     assert np.unique(batch.values).size > 5

@@ -12,20 +12,20 @@ from embforge.codegen.layout import CollectionLayout
 from embforge.launch.metadata import check_tables, places_of
 from embforge.storage.static import NO_RULE, NO_TORCH_GRADIENT
 from embforge.storage.table import Table
-from embforge.training.calls import Programs, Storage
+from embforge.training.calls import Programs, TableMemory
 from embforge.training.surface import TrainingSurface
 from embforge.training.trainer import wrong_counter
 
 
-class KeptStorage(NamedTuple):
+class CachedTableMemory(NamedTuple):
     """The memory of the tables in an earlier call."""
 
-    places: list[int]
+    addresses: list[int]
     """The addresses and sizes of the tables. They are read first, because rows may move at any time afterwards."""
-    storage: Storage
+    memory: TableMemory
 
 
-class Trained(TrainingSurface):
+class TrainableCollection(TrainingSurface):
     """Tables in this process and the ways to train them. A class that derives from it adds lookups."""
 
     programs: dict[torch.dtype, Programs]
@@ -33,7 +33,7 @@ class Trained(TrainingSurface):
     layout: CollectionLayout
     _fused: bool
     _bounds_check: str
-    _kept: KeptStorage | None
+    _cached_memory: CachedTableMemory | None
     """The memory of the tables in the last call."""
 
     def optimizer_state(self, table: str) -> dict[str, Tensor]:
@@ -49,12 +49,12 @@ class Trained(TrainingSurface):
 
         Without accumulation it does nothing, because the backward pass has already updated the rows.
         """
-        self.trainer.step(self.programs[torch.int64], self.storage())
+        self.trainer.step(self.programs[torch.int64], self.table_memory())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales accumulated gradients down so that their norm over all tables is at most `max_norm`; call it before
         `step()`. Returns the norm before scaling."""
-        return self.trainer.clip(self.programs[torch.int64], self.storage(), max_norm)
+        return self.trainer.clip(self.programs[torch.int64], self.table_memory(), max_norm)
 
     def _why_untrainable(self, table: str) -> str:
         if self.named_tables()[table].can_train():
@@ -70,23 +70,27 @@ class Trained(TrainingSurface):
         by_name: dict[str, Table] = tables._modules
         return by_name
 
-    def storage(self) -> Storage:
+    def table_memory(self) -> TableMemory:
         """The present memory of the tables, for kernels."""
-        return self._storage(self._weights())
+        return self._table_memory(self._weights())
 
-    def _storage(self, tables: list[Tensor]) -> Storage:
+    def _table_memory(self, tables: list[Tensor]) -> TableMemory:
         """The present memory of the tables. It is that of the last call if nothing has changed, which saves most
         time."""
-        kept = self._kept
-        if kept is None or kept.storage.trainable != self._trainable(tables) or kept.places != places_of(tables):
+        cached = self._cached_memory
+        if (
+            cached is None
+            or cached.memory.trainable != self._trainable(tables)
+            or cached.addresses != places_of(tables)
+        ):
             check_tables(self.layout, tables)
-            kept = self._kept = KeptStorage(places_of(tables), self._new_storage(tables))
-        return kept.storage
+            cached = self._cached_memory = CachedTableMemory(places_of(tables), self._new_table_memory(tables))
+        return cached.memory
 
-    def _new_storage(self, tables: list[Tensor]) -> Storage:
+    def _new_table_memory(self, tables: list[Tensor]) -> TableMemory:
         states = [table.section for table in self.named_tables().values()]
         rows = tables if self._fused else [table.detach() for table in tables]
-        return Storage(rows, states, self._trainable(tables), self._bounds_check)
+        return TableMemory(rows, states, self._trainable(tables), self._bounds_check)
 
     def _trainable(self, tables: list[Tensor]) -> list[bool]:
         if self._fused:

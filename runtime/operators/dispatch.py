@@ -17,7 +17,7 @@ from embforge.torch_internals import (
 _is_compiling = torch.compiler.is_compiling  # named once for speed, as the functions of torch_internals
 
 
-def must_be_seen(values: Tensor) -> bool:
+def must_dispatch(values: Tensor) -> bool:
     """Whether something must see the operator: a compiler, a tracer, a dispatch mode, a transform, the profiler, or a
     subclass of Tensor."""
     return (

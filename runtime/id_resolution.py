@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.spec import CollectionSpec
-from embforge.inputs import Batch, resolved
+from embforge.inputs import Batch, with_negation_applied
 from embforge.launch.kernels import ResolveKernel, kernel_of
 from embforge.launch.metadata import Metadata, check_remaps, places_of, remap_metadata_of
 from embforge.operators import resolve as operator
+from embforge.operators.dispatch import leaves_process, must_dispatch
 from embforge.operators.exported import ExportedLookup
-from embforge.operators.visibility import leaves_process, must_be_seen
 from embforge.storage.remap import Remap
 
 INT32_ROWS = 2**31 - 1
@@ -62,11 +62,11 @@ class ResolveStep:
         if self.widens and batch.values.dtype == torch.int32:
             batch = batch._replace(values=batch.values.long(), offsets=batch.offsets.long())
         dtype = batch.values.dtype
-        if must_be_seen(batch.values) or batch.values.is_meta:
+        if must_dispatch(batch.values) or batch.values.is_meta:
             program = (self.exported if leaves_process() else self.programs)[dtype]
             rows: Tensor = operator.resolve(batch.values, batch.offsets, entries, program)
         else:
-            batch = resolved(batch)
+            batch = with_negation_applied(batch)
             kernel: ResolveKernel = kernel_of(self.programs[dtype], self.others.get(dtype, ()))
             rows = kernel(self._metadata(entries, batch.values.device), entries, batch)
         return batch._replace(values=rows)

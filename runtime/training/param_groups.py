@@ -11,7 +11,7 @@ from embforge.codegen.rules.rule import HYPER
 from embforge.training.numbers import Numbers
 from embforge.training.rule_groups import TableOptimizer
 
-NOT_FOR_USERS = tuple(name for name in HYPER if name != "lr")
+INTERNAL_NUMBERS = tuple(name for name in HYPER if name != "lr")
 """Numbers that every kernel reads but no rule has, such as the loss scale. Parameter groups do not have them."""
 PAIRS = {"betas": ("beta1", "beta2")}
 """Entries in which torch's optimizers, and therefore schedulers, hold two numbers."""
@@ -19,7 +19,7 @@ OF_SCHEDULERS = ("initial_", "max_", "min_", "base_", "swa_")
 """Schedulers add entries whose names are one of these prefixes and the name of a number."""
 
 
-class Group(dict[str, Any]):
+class ParamGroup(dict[str, Any]):
     """A parameter group. Writing an entry writes the number in the memory that kernels read.
 
     ValueError for entries that no kernel reads. RuleError for values that the optimizer's constructor would refuse too.
@@ -31,7 +31,7 @@ class Group(dict[str, Any]):
         self, numbers: Numbers, place: int, optimizer: TableOptimizer, anchor: Tensor, labels: Mapping[str, Any]
     ) -> None:
         self._numbers, self._place, self._check, self._labels = numbers, place, optimizer.check, dict(labels)
-        self._names = [name for name in numbers.names(place) if name not in NOT_FOR_USERS]
+        self._names = [name for name in numbers.names(place) if name not in INTERNAL_NUMBERS]
         self._pairs = {name: parts for name, parts in PAIRS.items() if {*parts} <= {*self._names}}
         entries = {name: numbers.get(name, place) for name in self._names}
         super().__init__({"params": [anchor], **self._labels, **entries})
@@ -124,7 +124,7 @@ class Group(dict[str, Any]):
             self[key] = default
         return self[key]
 
-    def __ior__(self, other: Any) -> Group:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> ParamGroup:  # type: ignore[override, misc]
         self.update(other)
         return self
 
@@ -132,7 +132,7 @@ class Group(dict[str, Any]):
         return dict, (dict(self),)  # a copy has the values of the numbers, and writing to it changes no module
 
 
-class Groups(list[Any]):
+class ParamGroups(list[Any]):
     """`param_groups`: a list whose groups can be written to, but not replaced."""
 
     def __setitem__(self, place: SupportsIndex | slice, group: Any) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embforge.training.group import Group, Groups
 from embforge.training.numbers import Numbers
+from embforge.training.param_groups import ParamGroup, ParamGroups
 from embforge.training.rule_groups import RuleGroup, RuleGroups
 
 SCALER_UNKNOWN = (
@@ -29,7 +29,7 @@ CYCLED = ("betas", "momentum")
 """Entries that schedulers which cycle the momentum may write. They write the first one that is in the defaults."""
 
 
-class Steps(Protocol):
+class OptimizedModule(Protocol):
     """What `FusedOptimizer` needs of its module."""
 
     @property
@@ -49,13 +49,13 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
     """Makes a GradScaler always call `step()`: the kernels themselves skip gradients that are not finite."""
-    copied_module: Steps | None = None
+    copied_module: OptimizedModule | None = None
     """In a copy of an optimizer: the copy of its module, which it keeps alive."""
 
-    def __init__(self, module: Steps, numbers: Numbers, groups: RuleGroups) -> None:
+    def __init__(self, module: OptimizedModule, numbers: Numbers, groups: RuleGroups) -> None:
         self._module, self._numbers = ref(module), numbers
         self._groups = [
-            Group(numbers, place, group.optimizer, self._anchor(place), _labels(groups, group))
+            ParamGroup(numbers, place, group.optimizer, self._anchor(place), _labels(groups, group))
             for place, group in enumerate(groups.groups)
         ]
         first, *others = self._groups
@@ -63,7 +63,7 @@ class FusedOptimizer(Optimizer):
         self._complete = False
         super().__init__(self._groups, {key: first[key] for key in common if key != "params"})
         self._complete = True
-        self.param_groups = Groups(self.param_groups)
+        self.param_groups = ParamGroups(self.param_groups)
         self.defaults = _Defaults(self.defaults, self._groups)
 
     def _anchor(self, place: int) -> Tensor:
@@ -72,7 +72,7 @@ class FusedOptimizer(Optimizer):
         anchor = self._numbers.anchor
         return torch.zeros_like(anchor, requires_grad=True) if place else anchor
 
-    def _owner(self) -> Steps:
+    def _live_module(self) -> OptimizedModule:
         module = self._module()
         if module is None:
             raise RuntimeError(MODULE_GONE)
@@ -86,7 +86,7 @@ class FusedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates rows from accumulated gradients. Without accumulation the backward pass has already updated them."""
         loss = closure() if closure is not None else None
-        module = self._owner()
+        module = self._live_module()
         if hasattr(self, "found_inf") and not module.has_grad_scaler():  # set by a GradScaler
             raise RuntimeError(SCALER_UNKNOWN)
         module.step()
@@ -96,7 +96,7 @@ class FusedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops accumulated gradients."""
         self._numbers.clear_verdict()
-        self._owner().drop_gradients()
+        self._live_module().drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the hyperparameters. Rows and states are in the module's own state dict."""
@@ -118,7 +118,7 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def __reduce__(self) -> Any:
-        return _optimizer_of, (self._owner(),), {"added": [group.added() for group in self._groups]}
+        return _optimizer_of, (self._live_module(),), {"added": [group.added() for group in self._groups]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group, added in zip(self._groups, state["added"], strict=True):
@@ -129,7 +129,7 @@ class _Defaults(dict[str, Any]):
     """The entries that all groups have. A scheduler that looks here for a momentum to cycle gets a ValueError that says
     why it cannot cycle it."""
 
-    def __init__(self, common: dict[str, Any], groups: Sequence[Group]) -> None:
+    def __init__(self, common: dict[str, Any], groups: Sequence[ParamGroup]) -> None:
         super().__init__(common)
         having = [any(key in group for key in CYCLED) for group in groups]
         self._lacking = "" if all(having) or not any(having) else groups[having.index(False)]["name"]
@@ -152,7 +152,7 @@ def _labels(groups: RuleGroups, group: RuleGroup) -> dict[str, Any]:
     return dict(zip(LABELS, (group.name, groups.table_names(group)), strict=True)) if group.name else {}
 
 
-def _optimizer_of(module: Steps) -> FusedOptimizer:
+def _optimizer_of(module: OptimizedModule) -> FusedOptimizer:
     """The optimizer of a copied module. It keeps the module alive, because there may be no other reference to it."""
     optimizer = module.optimizer
     assert optimizer is not None

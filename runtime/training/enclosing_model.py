@@ -65,7 +65,7 @@ def refuse_average() -> None:
         frame = frame.f_back
 
 
-class Surrounded(nn.Module, ABC):
+class EnclosedModule(nn.Module, ABC):
     """A module that follows `requires_grad_` and `zero_grad` of a model that contains it, although its tables are not
     parameters, which are all that torch changes."""
 

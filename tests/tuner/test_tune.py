@@ -52,7 +52,7 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(main, ["tune", "spec.toml", *words])
 
 
-def told(*words: str) -> dict[str, Any]:
+def document_of(*words: str) -> dict[str, Any]:
     result = run(*words, "--json")
     assert result.exit_code == 0, result.output
     data: dict[str, Any] = json.loads(result.stdout)
@@ -75,8 +75,8 @@ def slow_default(quiet_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_default")
-def test_a_run_is_stored_used_by_a_fresh_process_and_gone_on_with(project: Path) -> None:
-    first = told("--trials", "3", "--workload", WORKLOAD, "--store", "project", "--report", "out.html")
+def test_a_result_is_stored_used_by_a_fresh_process_and_its_study_continues(project: Path) -> None:
+    first = document_of("--trials", "3", "--workload", WORKLOAD, "--store", "project", "--report", "out.html")
     assert first["finished"] == 3 and first["outcomes"]["timed"] == 3
     assert sum(first["seconds"].values()) > 0 and 0 < first["work_share"] <= 1
     assert first["decision"]["ships"] and first["best"] != first["default"] and first["unstored"] == ""
@@ -93,11 +93,11 @@ def test_a_run_is_stored_used_by_a_fresh_process_and_gone_on_with(project: Path)
     assert f"tuned on this hardware for {WORKLOAD}" in shown
     assert all(f"  {field} = {value}: " in shown for field, value in first["best"].items()), shown
 
-    again = told("--trials", "2", "--workload", WORKLOAD, "--store", "none")
+    again = document_of("--trials", "2", "--workload", WORKLOAD, "--store", "none")
     assert again["study"] == first["study"] and again["stored"] == [] and Path(stored).exists()
     assert again["finished"] == 2 and sum(again["outcomes"].values()) == 5  # none of them twice
 
-    shown_only = told("--trials", "0", "--workload", WORKLOAD)
+    shown_only = document_of("--trials", "0", "--workload", WORKLOAD)
     assert shown_only["finished"] == 0 and shown_only["outcomes"] == again["outcomes"]
     assert shown_only["decision"] == again["decision"] and shown_only["stored"] == []
     lines = run("--trials", "0", "--workload", WORKLOAD).output.splitlines()
@@ -131,12 +131,12 @@ def test_the_backward_is_tuned_for_its_rule(project: Path) -> None:
 
 
 def test_the_list_names_the_space_and_what_was_removed(project: Path) -> None:
-    space = told("--list")
+    space = document_of("--list")
     assert space["default"] == vars(CpuParams())
     assert space["size"] == space["points"] + sum(removed["points"] for removed in space["removed"])
     text = run("--list").output
     assert f"{space['points']:,} worth a" in text and all(name in text for name in space["fields"])
-    gpu = told("--list", "--on", "cuda", "--arch", "sm_80", "--train", "adam")
+    gpu = document_of("--list", "--on", "cuda", "--arch", "sm_80", "--train", "adam")
     assert (gpu["op"], gpu["arch"]) == ("backward", "sm_80")
 
 
@@ -147,13 +147,13 @@ def test_without_a_gpu_cuda_is_refused_and_estimated(project: Path) -> None:
         pytest.skip("a CUDA device is present")
     refused = run("--on", "cuda", "--trials", "1")
     assert refused.exit_code == 3 and "--static" in refused.output and "Nothing was tuned" in refused.output
-    found = told("--on", "cuda", "--static", "--arch", "sm_90", "--trials", "4", "--workload", WORKLOAD)
+    found = document_of("--on", "cuda", "--static", "--arch", "sm_90", "--trials", "4", "--workload", WORKLOAD)
     assert found["estimate"] is True and "never a time" in found["formula"]
     assert [row["rank"] for row in found["rows"]] == list(range(1, len(found["rows"]) + 1))
     assert Path(found["file"]).parent == project / "user" / "estimates"
     Path(found["file"]).unlink()
     unkept = ["--on", "cuda", "--static", "--trials", "2", "--workload", WORKLOAD, "--store", "none"]
-    assert told(*unkept)["file"] is None
+    assert document_of(*unkept)["file"] is None
     shown = run(*unkept).output
     assert not list((project / "user" / "estimates").iterdir())
     assert "Estimate, no measurement" in shown and "an estimate, which no module uses" in shown.replace("\n", " ")
@@ -184,7 +184,7 @@ def test_without_a_gpu_cuda_is_refused_and_estimated(project: Path) -> None:
         (["--workload", "trace:nowhere.npz"], "nowhere.npz"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(project: Path, words: list[str], says: str) -> None:
+def test_wrong_options_are_refused_before_anything_runs(project: Path, words: list[str], says: str) -> None:
     result = run(*words)
     assert result.exit_code in (2, 3) and says in result.output, result.output
     assert "Traceback" not in result.output and not (project / "user").exists()
@@ -227,8 +227,8 @@ def test_an_option_that_would_do_nothing_is_refused(project: Path, mode: str) ->
     assert not (project / "user").exists()
 
 
-def test_an_interrupted_command_says_how_to_go_on(project: Path) -> None:
-    """Ctrl-C in the middle: trials that ended are there, and the message names the way on."""
+def test_an_interrupted_command_says_how_to_continue(project: Path) -> None:
+    """After Ctrl-C in the middle, finished trials are kept and the message says how to continue."""
     words = [str(Path(sys.executable).with_name("embforge")), "tune", "spec.toml", "--workload", WORKLOAD]
     process = subprocess.Popen([*words, "--budget", "10m"], stderr=subprocess.PIPE, text=True, env=os.environ)
     assert process.stderr is not None
@@ -237,5 +237,5 @@ def test_an_interrupted_command_says_how_to_go_on(project: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=600)
     assert process.returncode == 130 and "the same command continues" in rest, rest
-    shown = told("--trials", "0", "--workload", WORKLOAD)
+    shown = document_of("--trials", "0", "--workload", WORKLOAD)
     assert shown["outcomes"]["timed"] >= 1

@@ -37,7 +37,7 @@ table = "t"
 WORKLOAD = "uniform,len=fixed:4,batch=32"
 STORAGE = "studies.sqlite3"
 WAIT_SECONDS = 600.0
-"""Until what does not happen is a failure; nobody waits as long where all is well."""
+"""Seconds after which a wait fails. A test that passes waits much less."""
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
 
@@ -58,14 +58,14 @@ def command(*words: str) -> subprocess.Popen[str]:
 
 
 def result_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What it printed, and what it said meanwhile."""
+    """What the command printed to stdout and to stderr."""
     out, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     return out, said
 
 
-def told_by(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    """The same of a command with --json: its document."""
+def document_of(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
+    """The document of a command with --json, and what it printed to stderr."""
     out, said = result_of(process)
     data: dict[str, Any] = json.loads(out)
     return data, said
@@ -95,13 +95,13 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 
 
 def processes_with(text: str) -> dict[int, str]:
-    """Living processes in whose environment the text stands: a command, its helpers, their compilers."""
+    """Living processes whose environment has the text: a command, its helpers, their compilers."""
     found = {}
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and text.encode() in (folder / "environ").read_bytes():
                 found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # it ended meanwhile, or is somebody else's
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue
     return found
 
@@ -142,7 +142,7 @@ def test_kill_9_loses_repeats_and_leaves_nothing(fresh_cache: Path) -> None:
 @pytest.mark.soak
 def test_two_commands_share_a_study() -> None:
     both = [command("--trials", "3", "--json") for _ in range(2)]
-    results = [told_by(process)[0] for process in both]
+    results = [document_of(process)[0] for process in both]
     assert results[0]["study"] == results[1]["study"]
     assert [result["finished"] for result in results] == [3, 3]
     trials = trials_of(results[0]["study"])
@@ -153,7 +153,9 @@ def test_two_commands_share_a_study() -> None:
 
 
 @pytest.mark.soak
-def test_candidates_that_crash_hang_or_lie_cost_a_trial_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_that_crash_hang_or_are_wrong_cost_a_trial_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over the whole space, so that all three are met."""
     task = task_of(CollectionSpec.from_toml("spec.toml"), workloads=[WORKLOAD])
     usual = os.environ["EMBFORGE_CACHE_DIR"]
@@ -168,7 +170,7 @@ def test_candidates_that_crash_hang_or_lie_cost_a_trial_each(tmp_path: Path, mon
     for params, (before, after, _) in zip(victims, faults.values(), strict=True):
         doctor.spoil(task.plan(params), before, after)
     every = len(task.space.points)
-    found, said = told_by(command("--trials", str(every), "--store", "none", "--json"))
+    found, said = document_of(command("--trials", str(every), "--store", "none", "--json"))
     assert found["finished"] == every
     assert {k: n for k, n in found["outcomes"].items() if n} == {"timed": every - 3} | dict.fromkeys(faults, 1)
     failures = {failure["outcome"]: failure for failure in found["failures"]}

@@ -74,7 +74,7 @@ def times(default: float, fast: float, workload: str = SMALL) -> Times:
     return {CpuParams(): {workload: default}, FAST: {workload: fast}}
 
 
-def test_what_is_proven_is_stored_and_a_doubt_leaves_it(run: Any, store: Path) -> None:
+def test_a_proven_gain_is_stored_and_a_doubtful_one_does_not_replace_it(run: Any, store: Path) -> None:
     first = run(times(1e-3, 0.8e-3))
     assert first.best == FAST and first.unstored == "" and len(first.paths) == 1
     assert stored(store)[SMALL]["params"]["prefetch_bytes"] == 0
@@ -85,13 +85,13 @@ def test_what_is_proven_is_stored_and_a_doubt_leaves_it(run: Any, store: Path) -
     assert first.paths[0].read_bytes() == before
 
 
-def test_a_doubt_without_anything_before_stores_nothing(run: Any, store: Path) -> None:
+def test_a_doubtful_gain_is_not_stored(run: Any, store: Path) -> None:
     doubt = run(times(1e-3, 0.99e-3), noise=0.05, deadline=0.0)
     assert doubt.paths == () and "undecided: give them more time" in doubt.unstored and not stored(store)
 
 
 class BusyJudge(ReplayJudge):
-    """Others use more than a CPU meanwhile."""
+    """A judge on a machine on which other processes use more than one CPU."""
 
     @property
     def others(self) -> Usage:
@@ -169,6 +169,6 @@ def test_a_compromise_does_not_replace_a_specialist(run: Any, store: Path) -> No
     assert found == {SMALL: FAST.prefetch_bytes, LARGE: OTHER.prefetch_bytes}
 
 
-def test_nothing_is_stored_where_nobody_asked(run: Any, store: Path) -> None:
+def test_nothing_is_stored_without_a_store(run: Any, store: Path) -> None:
     result = run(times(1e-3, 0.8e-3), where=None)
     assert result.best == FAST and result.paths == () and len(result.records) == 1 and not stored(store)

@@ -35,7 +35,7 @@ def report() -> BenchReport:
     return bench_spec(SPEC, against=("torch", "fbgemm"), workload="len=geo:3,batch=16", seconds=0)
 
 
-def test_report_holds_everyone_and_outputs_agree(report: BenchReport) -> None:
+def test_a_report_has_every_peer_and_their_outputs_agree(report: BenchReport) -> None:
     assert {t.name for t in report.timings} >= {"embforge", "torch", "limit"}
     assert report.disagreeing == ()
     assert report.differences["torch"] < 1e-5
@@ -119,7 +119,7 @@ def test_no_device_is_an_error_with_the_remedy() -> None:
         (TableSpec("t", 9, 4, "fp8_e4m3"), FeatureSpec("f", "t"), "table 't'.*fp8_e4m3"),
     ],
 )
-def test_what_torch_cannot_do(table: TableSpec, feature: FeatureSpec, named: str) -> None:
+def test_specs_that_torch_cannot_serve_are_named(table: TableSpec, feature: FeatureSpec, named: str) -> None:
     with pytest.raises(PeerUnavailableError, match=named):
         torch_peer(CollectionSpec((table,), (feature,)))
 
@@ -133,7 +133,7 @@ def test_what_torch_cannot_do(table: TableSpec, feature: FeatureSpec, named: str
         (TableSpec("t", 9, 4), FeatureSpec("f", "t", padding_idx=0), "feature 'f'.*padding_idx"),
     ],
 )
-def test_what_fbgemm_cannot_do(table: TableSpec, feature: FeatureSpec, named: str) -> None:
+def test_specs_that_fbgemm_cannot_serve_are_named(table: TableSpec, feature: FeatureSpec, named: str) -> None:
     with pytest.raises(PeerUnavailableError, match=named):
         fbgemm_peer(CollectionSpec((table,), (feature,)), [])
 
@@ -201,7 +201,9 @@ def made_up(speedup: float, share: float, others: float = 0.0, train: str | None
         ("large", 1.1, 0.85, [False, True]),
     ],
 )
-def test_criteria(group: str, speedup: float, share: float, passed: list[bool]) -> None:
+def test_each_group_of_workloads_is_judged_by_its_own_limits(
+    group: str, speedup: float, share: float, passed: list[bool]
+) -> None:
     verdicts = judge(BenchWorkload("w", group, SPEC, "batch=1"), made_up(speedup, share))
     assert [v.passed for v in verdicts] == passed
 
@@ -216,7 +218,9 @@ def test_criteria(group: str, speedup: float, share: float, passed: list[bool]) 
         ("large", 1.4, 0.65, [False, True]),
     ],
 )
-def test_criteria_of_training(group: str, speedup: float, share: float, passed: list[bool]) -> None:
+def test_each_group_of_training_workloads_is_judged_by_its_own_limits(
+    group: str, speedup: float, share: float, passed: list[bool]
+) -> None:
     workload = BenchWorkload("w", group, SPEC, "batch=1", train="sgd")
     verdicts = judge(workload, made_up(speedup, share, train="sgd"))
     assert [v.passed for v in verdicts] == passed
@@ -289,7 +293,7 @@ def test_a_training_page_has_both_shares_and_names_missing_peers(tmp_path: Path)
     assert "update limit" in (tmp_path / "training.svg").read_text()
 
 
-def test_build_times_are_judged() -> None:
+def test_build_times_are_judged_by_their_limits() -> None:
     assert [line[:4] for line in verdicts_of(("dlrm", "cuda", "sm_90"), 1.9, 0.021)] == ["pass", "MISS"]
     assert [line[:4] for line in verdicts_of(("dlrm", "cuda", "sm_90"), 2.1, 0.02)] == ["MISS", "pass"]
     (line,) = verdicts_of(("dlrm", "cpu", "avx2"), 60.0, 0.004)

@@ -58,7 +58,7 @@ def steps_of(spec: CollectionSpec, load: str = "len=geo:4,batch=16") -> list[Bat
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_torch_follows_the_formula_it_is_said_to_follow(rule: str, dtype: str) -> None:
+def test_torch_follows_the_formula_of_the_rule(rule: str, dtype: str) -> None:
     spec = replace(SPEC, tables=tuple(replace(t, dtype=dtype) for t in SPEC.tables))
     batches = steps_of(spec)
     peer = torch_training_peer(spec, rule, batches)
@@ -85,7 +85,7 @@ def test_small_tables_are_also_tried_with_dense_gradients(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_ours_follows_the_formula_with_every_pooling(rule: str) -> None:
+def test_embforge_follows_the_formula_with_every_pooling(rule: str) -> None:
     trainee = our_trainee(reference_module(EVERY_POOLING, rule), rule)
     assert check(trainee, EVERY_POOLING, steps_of(EVERY_POOLING, "len=fixed:3,batch=16")).agrees
 
@@ -103,7 +103,7 @@ def test_another_rule_another_rate_or_no_step_is_noticed() -> None:
         assert not check(idle, spec, batches).agrees
 
 
-def test_gradients_are_the_same_for_everyone_and_exact_in_bf16() -> None:
+def test_gradients_are_the_same_for_every_peer_and_exact_in_bf16() -> None:
     first, second = steps_of(SPEC)
     gradients = gradients_of(SPEC)
     assert gradients(first).joint is gradients(second).joint
@@ -129,12 +129,12 @@ def test_gradients_are_the_same_for_everyone_and_exact_in_bf16() -> None:
         ),
     ],
 )
-def test_what_fbgemm_cannot_train(spec: CollectionSpec, rule: str, named: str) -> None:
+def test_what_fbgemm_cannot_train_is_refused_with_the_reason(spec: CollectionSpec, rule: str, named: str) -> None:
     with pytest.raises(PeerUnavailableError, match=named):
         fbgemm_training_peer(spec, rule)
 
 
-def test_what_torch_cannot_train_and_unknown_names() -> None:
+def test_what_torch_cannot_train_and_unknown_peers_are_refused() -> None:
     spec = CollectionSpec((TableSpec("t", 9, 4),), (FeatureSpec("f", "t", "max"),))
     with pytest.raises(PeerUnavailableError, match=r"feature 'f'.*'max'"):
         torch_training_peer(spec, "sgd", [])

@@ -38,8 +38,8 @@ def test_rows_that_fit_need_no_advice(target: str) -> None:
     assert advised(target, 16, 64, 128) == []
 
 
-def test_rows_that_lie_across_lines() -> None:
-    """12 floats are 48 bytes: of four rows in a row, two lie across two lines of 64; in sectors of 32 none is worse."""
+def test_rows_that_span_two_cache_lines_get_advice() -> None:
+    """12 floats are 48 bytes: of four consecutive rows, two span two lines of 64. No row needs more sectors of 32."""
     (found,) = advised("cpu", 12)
     assert (found.table, found.dim, found.row_bytes, found.stride_bytes) == ("t12", 12, 48, 48)
     assert (found.moved, found.better_moved, found.better_dim) == (96, 64, 16)
@@ -65,7 +65,7 @@ def test_the_largest_share_comes_first() -> None:
 @given(specs(), st.sampled_from(sorted(TUNINGS)))
 @examples(40)
 def test_advice_keeps_what_it_promises(spec: CollectionSpec, target: str) -> None:
-    """Taken, the layout moves what was said, and there is nothing more to say about that table."""
+    """With the advised length, a row moves the promised bytes, and no more advice is given about that table."""
     for found in advice(layout_of(spec), target):
         assert found.better_dim > found.dim and found.saved >= LEAST_SAVED
         tables = tuple(replace(t, embedding_dim=found.better_dim) if t.name == found.table else t for t in spec.tables)

@@ -89,7 +89,7 @@ def test_a_backward_is_ranked_by_its_compiled_code_alone() -> None:
     assert report.default.params == CudaBackwardParams()
 
 
-def test_the_default_is_among_few_and_when_the_time_is_over() -> None:
+def test_the_default_is_ranked_however_few_plans_or_little_time() -> None:
     assert [row.params for row in ranked(SGD, "backward", most=1).rows] == [CudaBackwardParams()]
     late = rank(SPEC, "sm_90", "forward", WORKLOAD, 0.0, most=3, counted=2)
     assert late.default.sectors_per_output is not None
@@ -97,7 +97,7 @@ def test_the_default_is_among_few_and_when_the_time_is_over() -> None:
 
 
 def doctored(monkeypatch: pytest.MonkeyPatch, bad: dict[Params, Any]) -> None:
-    """Compiled code of some plans is what it never was: other figures, or an error."""
+    """Replaces what compiling some plans gives: by other figures, or by an error."""
     real = static.build
 
     def build(plan: Plan, **options: Any) -> Any:
@@ -121,7 +121,7 @@ def test_refused_plans_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "spills" in why[first] and why[second] == "does not compile: no"
 
 
-def test_a_default_that_does_not_compile_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_that_does_not_compile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     doctored(monkeypatch, {CudaBackwardParams(): CompileError("nvrtc refused it")})
     with pytest.raises(CompileError, match="nvrtc refused it"):
         ranked(SGD, "backward")
@@ -193,14 +193,16 @@ def test_seeds_are_read_back_best_first() -> None:
         b"[" * 100_000,
     ],
 )
-def test_a_damaged_file_is_told_of_and_skipped(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_reported_and_skipped(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMBFORGE_TUNED_DIR", str(tmp_path))
     path = save_seeds(forward_report())
     path.write_bytes(content)
     with pytest.warns(RuntimeWarning, match=r"not an estimate of this embforge.*embforge tune --static"):
         assert load_seeds("forward", "sm_90", SPEC) == []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error")  # it is reported once
         assert load_seeds("forward", "sm_90", SPEC) == []
 
 
@@ -218,7 +220,7 @@ def test_every_architecture_has_a_usual_gpu() -> None:
 
 
 def test_a_plan_that_keeps_more_under_way_costs_less() -> None:
-    """Down to the bytes that are to be moved, which is what memory takes if it never waits."""
+    """The least cost is the number of bytes to be moved, which memory takes if it never waits."""
     spec = CollectionSpec([TableSpec("t", 1000, 64)], [FeatureSpec("f", "t")])
     plan = Plan("forward", "cuda", "sm_90", "int64", spec, CudaParams())
     demand = demand_of(plan, make_batch(spec, Workload()))
@@ -236,8 +238,8 @@ def test_a_plan_that_keeps_more_under_way_costs_less() -> None:
     assert many == 2 * few
 
 
-def test_counts_do_not_depend_on_where_a_batch_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or two runs would rank differently: numpy gives memory that begins anywhere in a sector."""
+def test_counts_do_not_depend_on_the_address_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy gives memory that begins anywhere in a sector, so otherwise two runs could rank plans differently."""
     drawn, found = make_batch(SPEC, WORKLOAD), []
     room = np.zeros(drawn.values.size + 16, np.int64)
     first = -room.ctypes.data // 8 % 8  # where a cache line begins

@@ -1,4 +1,6 @@
-"""Compilers that fail, hang or die cost one plan each, stand still when told to, and die with whoever wanted them."""
+"""Compilers that fail, hang or die cost one plan each; they stop during a pause, and die with the process that started
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from embforge.tuner.judge.process import Helper, HelperDiedError
 
 SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")
 LONG_ENOUGH = 600.0
-"""Until what does not happen is a failure; nothing waits as long where all is well."""
+"""Seconds after which a wait fails. A test that passes waits much less."""
 
 
 def plan_of(prefetch_bytes: int) -> Plan:
@@ -49,7 +51,7 @@ echo "binary" > "$2"
 
 
 def eventually(condition: Callable[[], Any]) -> Any:
-    """What the condition gives as soon as that is something."""
+    """Waits until the condition returns something true, and returns that."""
     deadline = time.monotonic() + LONG_ENOUGH
     while not (found := condition()):
         assert time.monotonic() < deadline, "it never came to it"
@@ -58,7 +60,7 @@ def eventually(condition: Callable[[], Any]) -> Any:
 
 
 def state_of(process: int) -> str:
-    """As Linux has it: R, S, T (stopped), Z; X if it is gone."""
+    """The state of a process as Linux writes it, e.g. R, S, T (stopped) or Z; X if the process is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -122,10 +124,8 @@ def test_a_refused_source_is_named_with_the_log(compiler: Callable[[str], Path])
     assert built.binary.read_text() == "binary\n"
 
 
-def test_a_compiler_that_hangs_is_given_up_and_gone(
-    compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its time runs out as soon as it hangs, by a clock of the test: another one would run out for good plans too."""
+def test_a_compiler_that_hangs_is_killed(compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time runs out as soon as the compiler hangs, by a clock of the test: a real one could end good plans, too."""
     monkeypatch.setattr(builder_module, "LOOK_SECONDS", 0.1)
     pid = compiler("exec sleep 3600")
     with Builder(1, limit=100.0, clock=lambda: 101.0 if pid.exists() else 0.0) as builder:
@@ -135,7 +135,7 @@ def test_a_compiler_that_hangs_is_given_up_and_gone(
         eventually(lambda: is_dead(pid_in(pid)))
 
 
-def test_a_compiler_that_takes_its_process_with_it(compiler: Callable[[str], Path]) -> None:
+def test_a_compiler_that_kills_its_helper_costs_one_plan(compiler: Callable[[str], Path]) -> None:
     compiler("kill -KILL $PPID; exit 1")
     with Builder(1) as builder:
         results = results_of(builder, BAD, GOOD)
@@ -151,7 +151,7 @@ def test_a_long_log_is_cut() -> None:
     assert summary("short\nlog") == "short\nlog"
 
 
-# ---- What is no plan's fault --------------------------------------------------------------------------------------
+# ---- What no plan is to blame for ----------------------------------------------------------------------------------
 
 
 def test_a_machine_without_a_compiler_fails_no_plan(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def busy(compiler: Callable[[str], Path], gate: object) -> Iterator[tuple[Builde
         yield builder, pid_in(file)
 
 
-def test_compilers_stand_still_during_a_pause(busy: tuple[Builder, int], gate: Callable[[], object]) -> None:
+def test_compilers_are_stopped_during_a_pause(busy: tuple[Builder, int], gate: Callable[[], object]) -> None:
     builder, process = busy
     with builder.paused():
         eventually(lambda: state_of(process) == "T")
@@ -234,7 +234,9 @@ def test_a_pause_ends_if_what_is_timed_raises(busy: tuple[Builder, int], gate: C
     assert builder.done(LONG_ENOUGH) is not None
 
 
-def test_a_builder_that_need_not_pause_does_not(compiler: Callable[[str], Path], gate: Callable[[], object]) -> None:
+def test_a_builder_that_is_not_pausable_works_during_a_pause(
+    compiler: Callable[[str], Path], gate: Callable[[], object]
+) -> None:
     file = compiler(WAIT_AT_GATE)
     with Builder(1, pausable=False) as builder, builder.paused():
         builder.submit(BAD)
@@ -258,7 +260,7 @@ def test_close_kills_what_is_being_built(busy: tuple[Builder, int], paused: bool
     builder.close()
 
 
-# ---- Helpers die with whoever started them ------------------------------------------------------------------------
+# ---- Helpers die with the process that started them ---------------------------------------------------------------
 
 PARENT = """
 import sys
@@ -335,11 +337,11 @@ def helper_with(folder: Path, body: str) -> Helper:
         ("print('last words', flush=True); os._exit(3)", "exit code 3", "last words"),
         ("[print(n) for n in range(99)]; raise SystemExit", "exit code 0", "93\n94\n95\n96\n97\n98"),
         ("raise KeyError('mistake')", "exit code 1", "KeyError: 'mistake'"),
-        # Dead in the middle of a message.
+        # It dies in the middle of a message.
         ("os.write(connection.fileno(), struct.pack('!i', 100) + b'half'); os._exit(4)", "exit code 4", ""),
     ],
 )
-def test_how_a_helper_died_is_said(tmp_path: Path, body: str, how: str, wrote: str) -> None:
+def test_the_error_says_how_a_helper_died(tmp_path: Path, body: str, how: str, wrote: str) -> None:
     helper = helper_with(tmp_path, body)
     with pytest.raises(HelperDiedError) as death:
         helper.receive(LONG_ENOUGH)
@@ -358,7 +360,7 @@ def test_a_helper_answers_and_is_killed(tmp_path: Path) -> None:
     assert helper.receive(LONG_ENOUGH) == 41 + os.nice(0)
     with pytest.raises(TimeoutError):
         helper.receive(0.01)
-    assert os.getpgid(helper.pid) == helper.pid  # Ctrl-C in a terminal is not for it
+    assert os.getpgid(helper.pid) == helper.pid  # Ctrl-C in a terminal must not reach it
     helper.kill()
     assert is_dead(helper.pid)
     helper.kill()

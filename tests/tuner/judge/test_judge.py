@@ -1,6 +1,6 @@
 """A candidate that crashes, hangs or computes wrongly costs one trial, is named, and leaves no trace for the next.
 
-Bad candidates are real shared libraries in a real cache entry: they call the anchor's kernel and misbehave beside it.
+Bad candidates are real shared libraries in a real cache entry: they call the anchor's kernel and then misbehave.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def doctor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doctor]:
 
 
 class Quiet:
-    """What is entered while something is timed; tests hang their questions on it."""
+    """A context that the judge enters while it times; `inside` is called in it, so that tests can look."""
 
     def __init__(self) -> None:
         self.entered = 0
@@ -116,7 +116,7 @@ def test_a_kernel_that_never_returns_times_out(judge: BenchJudge, doctor: Doctor
     assert_good_is_timed(judge)
 
 
-def test_whoever_fails_in_rounds_is_named_by_its_position(judge: BenchJudge, doctor: Doctor) -> None:
+def test_a_plan_that_fails_in_rounds_is_named_by_its_position(judge: BenchJudge, doctor: Doctor) -> None:
     late = doctor.spoil(BAD, f"if (calls > 100) {CRASH}")  # past verification
     failed = judge.rounds([ANCHOR, GOOD, late], WORKLOAD, 120, seed=1)  # a round calls each at least once
     assert failed == {2: LaunchFailed(f"SIGSEGV while racing on {WORKLOAD}")}
@@ -171,7 +171,7 @@ def test_time_is_counted_by_phase(judge: BenchJudge) -> None:
     assert after[STARTING] == before[STARTING]
 
 
-# ---- Others who time ----------------------------------------------------------------------------------------------
+# ---- Other tuners ----------------------------------------------------------------------------------------------
 
 
 def timing_lock() -> FileLock:
@@ -185,7 +185,7 @@ def test_a_busy_timing_lock_is_waited_for_and_released(judge: BenchJudge, quiet:
     def another_tuner() -> None:
         with timing_lock():
             held.set()
-            released.wait(0.3)  # nobody sets it: long enough for a judge that does not wait to come in
+            released.wait(0.3)  # a timeout, because no other thread sets it: a judge that does not wait would time now
             released.set()
 
     def inside() -> None:
@@ -208,13 +208,13 @@ def test_a_busy_timing_lock_is_waited_for_and_released(judge: BenchJudge, quiet:
         pass
 
 
-def test_a_lock_that_is_held_too_long_is_done_without(judge: BenchJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_times_without_a_lock_that_is_held_too_long(judge: BenchJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_judge, "LOCK_SECONDS", 0.05)
     with timing_lock(), pytest.warns(UserWarning, match="times are taken without .*timing-cpu.lock"):
         assert_good_is_timed(judge)
 
 
-def test_compilers_stand_still_while_something_is_timed_only(judge: BenchJudge, quiet: Quiet, doctor: Doctor) -> None:
+def test_compilers_are_stopped_only_while_something_is_timed(judge: BenchJudge, quiet: Quiet, doctor: Doctor) -> None:
     before = quiet.entered
     assert_good_is_timed(judge)
     assert quiet.entered == before + 1
@@ -222,7 +222,7 @@ def test_compilers_stand_still_while_something_is_timed_only(judge: BenchJudge, 
     assert quiet.entered == before + 2
 
 
-# ---- What concerns no candidate -----------------------------------------------------------------------------------
+# ---- Failures that no candidate causes ------------------------------------------------------------------------------
 
 
 def test_an_anchor_that_crashes_ends_the_judge_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_tables_that_do_not_fit_into_memory_are_refused_before_anything_starts(m
 
 
 class Judging:
-    """The other end of the connection: whoever asks to time may."""
+    """The judge's end of the connection: it lets the worker time whenever the worker asks."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -306,7 +306,7 @@ def fresh(number: int) -> Plan:
     return plan_of(CpuParams(prefetch_level=level, tile_vectors=tiles, rows_unrolled=rows))
 
 
-def test_what_is_right_passes(worker: Worker, doctor: Doctor) -> None:
+def test_a_correct_kernel_passes(worker: Worker, doctor: Doctor) -> None:
     outcome = worker.answer(Screen(doctor.spoil(fresh(0)).text))
     assert isinstance(outcome, Timed)
     judging = worker._connection
@@ -323,7 +323,7 @@ def test_a_wrong_answer_is_named_by_its_place(worker: Worker, doctor: Doctor) ->
 
 
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="needs two cores")
-def test_wrong_for_a_second_thread_count_only(worker: Worker, doctor: Doctor) -> None:
+def test_a_kernel_wrong_with_a_second_thread_count_only_is_caught(worker: Worker, doctor: Doctor) -> None:
     plan = doctor.spoil(fresh(1), after=f"if (threads > 1) {{ {WRONG} }}")
     outcome = worker.answer(Screen(plan.text))
     assert isinstance(outcome, WrongAnswer)
@@ -339,7 +339,9 @@ def test_wrong_for_a_second_thread_count_only(worker: Worker, doctor: Doctor) ->
         (4, "batch == 64", f"a batch of {WORKLOAD}"),
     ],
 )
-def test_wrong_on_one_batch_only(worker: Worker, doctor: Doctor, number: int, condition: str, question: str) -> None:
+def test_a_kernel_wrong_on_one_batch_only_is_caught(
+    worker: Worker, doctor: Doctor, number: int, condition: str, question: str
+) -> None:
     plan = doctor.spoil(fresh(number), after=f"if ({condition}) {{ {WRONG} }}")
     outcome = worker.answer(Screen(plan.text))
     assert isinstance(outcome, WrongAnswer)
@@ -363,7 +365,7 @@ TWO_ROWS_ONLY = """
 """Two rows, because the system itself writes to the beginning of memory that was given back."""
 
 
-def test_what_a_kernel_does_not_write_is_not_the_last_ones_answer(worker: Worker, doctor: Doctor) -> None:
+def test_memory_that_a_kernel_does_not_write_is_never_the_right_answer(worker: Worker, doctor: Doctor) -> None:
     lazy = load_kernel(Program(doctor.spoil(fresh(8), TWO_ROWS_ONLY % ANCHOR.uri)).text)
     right = load_kernel(Program(ANCHOR).text)
     for question in worker._questions_for(ANCHOR):
@@ -372,7 +374,7 @@ def test_what_a_kernel_does_not_write_is_not_the_last_ones_answer(worker: Worker
             assert difference(ANCHOR.layout, question, ask(lazy, question)) is not None, question.label
 
 
-def test_what_a_call_raises_is_an_outcome(worker: Worker, doctor: Doctor) -> None:
+def test_an_error_that_a_call_raises_is_an_outcome(worker: Worker, doctor: Doctor) -> None:
     outcome = worker.answer(Screen(doctor.spoil(fresh(10), "return 3;").text))
     assert isinstance(outcome, LaunchFailed)
     assert re.match(r"MemoryError: .* \(while verifying forward, B=9, ", outcome.why)
@@ -401,7 +403,7 @@ def test_backwards_are_verified_and_timed(name: str, doctor: Doctor, tmp_path: P
     if op == "reduce":  # counted, but not written
         doctor.spoil(bad, "return 0;", like=anchor)
         expected = r"(rows|gradients) of table 't', element \d+: expected .*, got .* \(while verifying reduce, B=5"
-    else:  # the last step's row moved by somebody who had no business there
+    else:  # the kernel also writes to a row that it was not asked to update
         doctor.spoil(bad, after="**reinterpret_cast<float**>(metadata) = 7;", like=anchor)
         expected = r"table 't', row 0, column 0: expected .*, got 7.0 \(while verifying backward, B=5"
     outcome = worker.answer(Screen(bad.text))

@@ -28,7 +28,7 @@ BATCHES = [Batch(1, np.array([n]), np.array([0, 1]), None) for n in range(5)]
 
 @dataclass
 class World:
-    """Time that stands still unless someone works, and the order in which they worked."""
+    """A clock that only workers move, and a log of who worked when."""
 
     now: float = 0.0
     log: list[tuple[str, Any]] = field(default_factory=list)
@@ -81,7 +81,7 @@ def test_no_contender_runs_on_the_batch_used_just_before() -> None:
     assert set(batches) == set(range(len(BATCHES)))
 
 
-def test_every_round_runs_everyone_in_changing_order() -> None:
+def test_every_round_runs_all_contenders_in_changing_order() -> None:
     taken, world = timed(0.002, 0.003, 0.004)
     assert {len(samples) for samples in taken.samples.values()} == {taken.rounds}
     names = [name for name, _ in world.log][-3 * taken.rounds :]
@@ -120,12 +120,12 @@ def test_garbage_collection_is_restored_when_a_contender_fails() -> None:
     assert gc.isenabled()
 
 
-def test_rotation_wraps() -> None:
+def test_rotation_returns_to_the_first_batch() -> None:
     rotation = Rotation(3)
     assert [rotation.take(2), rotation.take(2), rotation.take(4)] == [[0, 1], [2, 0], [1, 2, 0, 1]]
 
 
-def test_rounds_are_by_run_and_go_on_where_the_last_ended() -> None:
+def test_rounds_are_by_run_and_continue_where_the_last_ended() -> None:
     world = World()
     runs = [Worker(name, world, seconds).run for name, seconds in (("a", 0.25), ("b", 0.5))]
     prepared = [[("a", index) for index in range(3)], [("b", index) for index in range(3)]]
@@ -166,7 +166,7 @@ def test_a_cold_sample_empties_caches_before_each_call_and_times_calls_only() ->
     assert timer.repeats_for(worker.run, [7, 8]) == 1
 
 
-def test_this_machines_cold_timer() -> None:
+def test_the_cold_timer_works_on_this_machine() -> None:
     timer, calls = CpuTimer.cold(), []
     assert timer.sample(calls.append, [1, 2], 2) >= 0
     assert calls == [1, 2]
@@ -228,5 +228,5 @@ def test_clocks_without_a_gpu_are_not_known() -> None:
     assert gpu_clocks(0) == {"sm": None, "memory": None}
 
 
-def test_sizes_as_linux_writes_them() -> None:
+def test_cache_sizes_are_read_as_linux_writes_them() -> None:
     assert [parse_bytes(text) for text in ("48K\n", "32M", "1G", "512")] == [48 << 10, 32 << 20, 1 << 30, 512]

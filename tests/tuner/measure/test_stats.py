@@ -30,7 +30,7 @@ def test_exact_wilcoxon_is_what_counting_all_signs_gives(differences: list[int])
     assert got == pytest.approx(by_enumeration(values), abs=1e-12)
 
 
-def test_darwins_plants() -> None:
+def test_wilcoxon_gives_the_published_p_value_of_darwins_plants() -> None:
     """The example of scipy.stats.wilcoxon's documentation, and the chance that is published there."""
     differences = np.array([6, 8, 14, 16, 23, 24, 28, 29, 41, -48, 49, 56, 60, -67, 75.0])
     assert stats.wilcoxon(np.zeros(15), differences) == pytest.approx(0.0206298828125, abs=1e-12)
@@ -52,7 +52,7 @@ def test_the_approximation_meets_the_exact_chance_where_they_change_over() -> No
     assert stats._approximate(sample.size, statistic, np.empty(0, np.int64)) == pytest.approx(exact, abs=0.002)
 
 
-def test_equal_pairs_say_nothing() -> None:
+def test_equal_pairs_are_no_evidence() -> None:
     assert stats.wilcoxon([1.0, 2.0], [1.0, 2.0]) == 1.0
     assert stats.wilcoxon([1, 2, 3, 9], [2, 4, 6, 9]) == pytest.approx(1 / 8)
 

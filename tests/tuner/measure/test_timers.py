@@ -17,7 +17,7 @@ L2_BYTES = 1 << 20
 
 
 class Gpu:
-    """A device whose work is done at once and takes milliseconds of its own time; writes to its memory take 40."""
+    """A device on which work is done at once and adds to a clock of milliseconds; writing to its memory adds 40."""
 
     def __init__(self) -> None:
         self.now, self.reached = 0.0, 0.0
@@ -90,14 +90,14 @@ def test_a_buffer_past_the_l2_is_written_before_every_cold_call_and_not_timed(gp
     assert timer.repeats_for(lambda _: gpu.work(5.0), [0]) == 1
 
 
-def test_a_warm_device_is_left_alone(gpu: Gpu) -> None:
+def test_a_warm_sample_writes_no_buffer(gpu: Gpu) -> None:
     timer = CudaTimer.of("cuda", cold=False)
     assert gpu.buffers == []
     assert timer.sample(gpu.work, [1.0, 3.0], 4) == pytest.approx(2e-3)
     assert timer.repeats_for(lambda _: gpu.work(0.125), [0]) * 0.125e-3 == pytest.approx(SAMPLE_SECONDS, rel=0.2)
 
 
-def test_what_was_under_way_before_is_no_part_of_a_sample(gpu: Gpu) -> None:
+def test_earlier_work_of_the_device_is_no_part_of_a_sample(gpu: Gpu) -> None:
     timer = CudaTimer.of("cuda", cold=False)
     gpu.work(1000.0)
     assert timer.sample(gpu.work, [2.0], 1) == pytest.approx(2e-3)

@@ -1,4 +1,4 @@
-"""The report: its numbers are the study's, it needs nothing but itself, and a real browser finds no fault in it."""
+"""The report: its numbers are those of the study, it loads nothing, and a real browser reports no error."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def section(text: str, name: str) -> str:
     return found.group(1)
 
 
-def test_every_trial_stands_where_its_score_is() -> None:
+def test_every_trial_is_drawn_at_its_score() -> None:
     report = sample()
     drawing = section(page(report), "history")
     dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="[\d.]+"><title>trial (\d+): ([^\n<]*)', drawing)
@@ -186,14 +186,14 @@ def test_outcomes_are_counted_and_failures_named_as_text_not_as_html() -> None:
     assert WHY["wrong-answer"] not in text
 
 
-def test_resources_stand_beside_cuda_trials_and_a_cpu_says_that_it_has_none() -> None:
+def test_cuda_trials_have_resources_and_cpu_pages_say_that_there_are_none() -> None:
     cuda, cpu = section(page(sample(40, CudaParams, "cuda")), "trials"), section(page(sample()), "trials")
     fastest = min((t for t in sample(40, CudaParams, "cuda").trials if t.score), key=lambda t: t.score or 0)
     assert f">{fastest.build['resources'][0]['registers']}</td>" in cuda and "9,216 B" in cuda and "75%" in cuda
     assert "no resource table" in cpu and "20.5 kB" in cpu and "1.50 s" in cpu
 
 
-def test_few_trials_say_so_instead_of_importances() -> None:
+def test_too_few_trials_for_importances_are_reported() -> None:
     assert "from 30 on" in section(page(sample(20)), "importances")
     shares = numbers(section(page(sample()), "importances"), "data-share")
     assert len(shares) == len(fields(CpuParams)) and sum(shares) == pytest.approx(1)
@@ -280,7 +280,7 @@ def browse(path: Path, scratch: Path, size: str, *flags: str) -> tuple[str, str]
     [(sample(), "1100,900"), (sample(40, CudaParams, "cuda", ships=False), "500,900"), (sample(0), "1100,900")],
     ids=["wide", "narrow", "empty"],
 )
-def test_a_browser_finds_no_fault(report: Report, size: str, tmp_path: Path) -> None:
+def test_a_browser_reports_no_error(report: Report, size: str, tmp_path: Path) -> None:
     write_report(tmp_path / "out.html", report)
     document, said = browse(tmp_path / "out.html", tmp_path / "profile", size)
     assert said == ""
@@ -304,7 +304,7 @@ def test_the_browser_check_can_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_browser_sees_labels_that_lie_over_each_other(tmp_path: Path) -> None:
+def test_the_browser_check_finds_labels_that_overlap(tmp_path: Path) -> None:
     text = page(sample(8))
     (tmp_path / "out.html").write_text(re.sub(r'(<text class="tick[^>]*) x="[\d.]+"', r'\1 x="150"', text))
     document, _ = browse(tmp_path / "out.html", tmp_path / "profile", "1100,900")

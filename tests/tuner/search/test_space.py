@@ -1,4 +1,4 @@
-"""The space holds every point that is worth a trial once: what is left out does the same as its stand-in."""
+"""The space has every point that is worth a trial exactly once: each point left out does the same as its stand-in."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def text_of(plan: Plan) -> str:
 
 
 def some(points: Sequence[Params], count: int) -> Sequence[Params]:
-    """So many of them, from all over the space."""
+    """About `count` of the points, from all over the space."""
     return points[:: max(1, len(points) // count)]
 
 
@@ -69,7 +69,7 @@ ALL = [(t, s, r) for t in ("cpu", "cuda") for s in ("usual", "rich") for r in (N
 
 
 @pytest.mark.parametrize(("target", "spec", "rule"), ALL)
-def test_sizes_add_up(target: str, spec: str, rule: str | None) -> None:
+def test_points_and_removed_points_add_up_to_the_size_of_the_space(target: str, spec: str, rule: str | None) -> None:
     space = made(target, spec, rule)
     assert space.size == prod(map(len, space.fields.values()))
     assert len(space.points) + sum(removed.points for removed in space.removed) == space.size
@@ -85,7 +85,7 @@ def test_sizes_add_up(target: str, spec: str, rule: str | None) -> None:
     [("usual", None), ("rich", None), ("copied", None), ("rich", "none"), ("rich", "adam"), ("rich", "sgd")],
 )
 def test_a_removed_cuda_point_is_the_same_source_and_kept_ones_are_not(spec: str, rule: str | None) -> None:
-    """But for `long_bag` where nothing is pooled: no kernel of long bags is ever launched."""
+    """Except for `long_bag` if nothing is pooled: kernels of long bags are never launched then."""
     space, context = made("cuda", spec, rule), context_of("cuda", spec, rule)
     removed = some([p for p in space.stands_for if getattr(p, "long_bag", 1024) == 1024], 60)
     assert len(removed) > 20
@@ -139,7 +139,7 @@ def test_a_removed_cpu_point_is_the_same_source_where_no_number_is_left_idle_in_
     assert changed
     for params in some(changed, 20):
         mine, other = text_of(context.plan(params)), text_of(context.plan(space.stands_for[params]))
-        if rule == "none":  # rows are never touched: the number of rows ahead is read by nobody
+        if rule == "none":  # rows are never touched, so no code reads how many rows ahead are requested
             mine, other = (re.sub(r" *\d+, +(\d+, +\d+},  // t)", r"\1", source) for source in (mine, other))
         assert mine == other
 
@@ -227,11 +227,11 @@ def test_digits_that_the_space_takes_for_equal_are_chosen_equally(tmp_path: Path
         chosen = [[digits[bits](2**n, key_bits) for n in range(34)] for bits in (8, 11)]
         assert not idle or chosen[0] == chosen[1], key_bits
         found.add((idle, chosen[0] == chosen[1]))
-    assert found == {(True, True), (False, False)}  # nor is a choice kept that no batch would make
+    assert found == {(True, True), (False, False)}  # and digits that differ are kept as two choices
 
 
 @pytest.mark.parametrize(("target", "rule"), [("cpu", None), ("cpu", "adam"), ("cuda", None), ("cuda", "adam")])
-def test_settling(target: str, rule: str | None) -> None:
+def test_settling_a_point_gives_its_stand_in(target: str, rule: str | None) -> None:
     space = made(target, "usual", rule)
     for params in some(space.points, 20):
         assert settle(space, params) == params
@@ -240,7 +240,7 @@ def test_settling(target: str, rule: str | None) -> None:
 
 
 def test_an_idle_field_keeps_its_default() -> None:
-    """Of points that differ in it alone, so that what is stored reads like the default where it can."""
+    """Of points that differ in an idle field only, the one with its default stays, so stored plans read like it."""
     space = made("cpu", "cached")
     assert {p.prefetch_bytes for p in space.points if isinstance(p, CpuParams)} == {CpuParams().prefetch_bytes}
     assert {p.prefetch_level for p in space.points if isinstance(p, CpuParams)} == {CpuParams().prefetch_level}
@@ -332,7 +332,7 @@ def test_a_real_kernel_is_judged_by_its_binary() -> None:
     assert resource_problem(cpu, build(cpu, resources=True).resources) is None
 
 
-def test_updates_count() -> None:
-    """A space is of the rule: states take registers, so that fewer blocks are promised."""
+def test_a_rule_with_states_has_a_smaller_space() -> None:
+    """States take registers, so fewer blocks are promised and fewer points are left."""
     update: Update | None = RULES["adam"]
     assert update is not None and len(made("cuda", "usual", "adam").points) < len(made("cuda", "usual", "none").points)

@@ -1,4 +1,4 @@
-"""Searches in processes of their own: killed at any moment they lose and repeat nothing; together they share work."""
+"""Searches in separate processes: killed at any moment they lose and repeat nothing, and several share their work."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def absolute(url: str) -> str:
-    """Children have another current directory."""
+    """The URL with an absolute path, because children run in a different directory."""
     scheme, separator, file = url.rpartition("://")
     return f"{scheme}{separator}{Path(file).absolute()}"
 
 
-def test_a_killed_search_goes_on_where_it_was() -> None:
+def test_a_killed_search_continues_where_it_was() -> None:
     assert_survives(absolute(URLS[0]), SMALL, LOG.absolute())
 
 
-def test_a_killed_search_goes_on_in_a_journal() -> None:
+def test_a_killed_search_continues_in_a_journal() -> None:
     """Killed while it measures: one that is killed while it writes leaves a lock that others break after 30 seconds."""
     assert_survives(absolute(URLS[1]), SMALL, LOG.absolute(), ["in the middle and measuring"])
 
@@ -61,7 +61,7 @@ def test_unfinished_trials_of_the_dead_are_taken_over() -> None:
     assert len(finished_in(url, SMALL)) == len(SMALL.points) - 5
     child.kill()
     assert Child(url, SMALL, LOG.absolute(), delay=0).end() == 0
-    assert assert_complete(url, SMALL).keys() == set(range(len(SMALL.points)))  # the same trials, none beside them
+    assert assert_complete(url, SMALL).keys() == set(range(len(SMALL.points)))  # the same trials and no others
     after = trials_in(url, SMALL).study.trials[:5]
     assert [trial.params for trial in after] == [trial.params for trial in held]
 

@@ -1,4 +1,4 @@
-"""Studies in a real PostgreSQL: shared by processes, killed and gone on with, and told about without its password."""
+"""Studies in a real PostgreSQL: processes share them, a killed search continues, no message has a password."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ NOT_HERE = "no PostgreSQL server on this machine"
 
 @dataclass(frozen=True)
 class Server:
-    """A server of our own, which only this machine reaches."""
+    """A server for these tests, which only this machine reaches."""
 
     programs: Path
     folder: Path
     port: int
     user: str | None
-    """Who runs it: it refuses root."""
+    """The user that runs it, if not the current one: PostgreSQL refuses root."""
 
     def url(self, database: str, password: str = IN_URL) -> str:
         return f"postgresql+psycopg://tester:{password}@127.0.0.1:{self.port}/{database}"
@@ -72,7 +72,7 @@ def programs() -> Path | None:
 
 
 def unprivileged() -> str | None:
-    """Somebody who may run a server, if we may not."""
+    """The user that runs the server if the tests run as root, which PostgreSQL refuses; otherwise None."""
     if os.geteuid() != 0:
         return None
     names = {entry.pw_name for entry in pwd.getpwall()}
@@ -117,7 +117,7 @@ def test_processes_share_a_study(server: Server, tmp_path: Path, processes: int)
     assert_shared(server.database(f"shared{processes}"), SMALL, tmp_path / "log", processes)
 
 
-def test_a_killed_search_goes_on_where_it_was(server: Server, tmp_path: Path) -> None:
+def test_a_killed_search_continues_where_it_was(server: Server, tmp_path: Path) -> None:
     assert_survives(server.database("killed"), SMALL, tmp_path / "log", ["just finished", "being measured"])
 
 
@@ -145,9 +145,9 @@ def test_a_server_that_goes_away_costs_no_finished_trial(server: Server) -> None
         open_storage(url)
     assert_hidden(caught.value)
     server.start()
-    before = trials.outcomes()  # by the connections of before: they are made anew
+    before = trials.outcomes()  # the old connections are broken, so new ones are made
     assert len(before) == 5
-    # This process lives, and could not give back what it held: its claims stand.
+    # This process lives and could not give its trials back, so they stay claimed.
     left = len(SMALL.points) - 5 - 3
     assert run(trials_in(url, SMALL), SMALL) == left
     assert before.items() <= trials_in(url, SMALL).outcomes().items()
@@ -157,7 +157,9 @@ def test_a_server_that_goes_away_costs_no_finished_trial(server: Server) -> None
     ("database", "password", "why"),
     [("postgres", "wr0ng-s3cr3t", "password authentication failed"), ("nowhere", IN_URL, "does not exist")],
 )
-def test_who_is_not_let_in_is_told_why(server: Server, database: str, password: str, why: str) -> None:
+def test_a_refused_connection_is_an_error_with_the_servers_reason(
+    server: Server, database: str, password: str, why: str
+) -> None:
     url = server.url(database, password)
     with pytest.raises(StorageError, match=why) as caught:
         open_storage(url)
@@ -166,5 +168,5 @@ def test_who_is_not_let_in_is_told_why(server: Server, database: str, password: 
 
 
 def assert_hidden(error: BaseException) -> None:
-    told = "".join(traceback.format_exception(error))
-    assert "s3cr3t" not in told
+    text = "".join(traceback.format_exception(error))
+    assert "s3cr3t" not in text

@@ -199,14 +199,14 @@ def test_a_deadline_that_has_passed_leaves_a_heat_and_a_block() -> None:
     assert all(len(times) == BLOCK_ROUNDS for times in found.samples["w"].values())
 
 
-def test_rounds_have_an_end_where_nothing_is_ever_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_end_even_if_nothing_is_ever_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race_module, "MOST_ROUNDS", 36)
     monkeypatch.setattr(race_module, "decide", lambda *given: replace(decide(*given), settled=False, overtaken_by=None))
     assert raced(table_of(1.0, 0.5)).decision.rounds == 36
 
 
 class ScriptedJudge(ReplayJudge):
-    """Answers by another table after the heat, and notes what was asked."""
+    """Takes times from another table after the heat, and notes the calls."""
 
     def __init__(self, heat: Mapping[Params, Entry], later: Mapping[Params, Entry]) -> None:
         super().__init__(heat, DEFAULT_PARAMS, noise=0.005)
@@ -278,7 +278,7 @@ def test_a_default_that_fails_ends_the_race_with_a_remedy() -> None:
         run(judge, 2)
 
 
-def test_who_is_beaten_in_the_heat_does_not_run_in_the_final() -> None:
+def test_a_candidate_beaten_in_the_heat_does_not_run_in_the_final() -> None:
     judge = ScriptedJudge(table_of(1.0, 0.5, 0.9), table_of(1.0, 0.5, 0.9))
     found = run(judge, 2)
     assert found.decision.rivals == {}
@@ -341,7 +341,7 @@ def test_a_noise_floor_above_the_limit_on_one_workload_decides_nothing() -> None
 
 
 class BusyJudge(ReplayJudge):
-    """On a machine of which others use so many CPUs, a block after the other, and the last number from then on."""
+    """A judge on a machine on which others use `cpus[i]` CPUs during block i, and the last number after that."""
 
     def __init__(self, cpus: Sequence[float], *times: float, wall: float = 2 * WINDOW, noise: float = 0.002) -> None:
         super().__init__(table_of(*times), DEFAULT_PARAMS, noise=noise)
@@ -405,25 +405,25 @@ def test_the_last_block_is_left_out_if_only_others_before_were_quiet(monkeypatch
     assert not found.decision.disturbed
 
 
-def test_short_blocks_go_on_until_the_system_can_tell_what_others_did() -> None:
+def test_short_blocks_are_added_until_the_systems_clock_ticks_suffice() -> None:
     judge = BusyJudge([0.0], 1.0, 0.9, wall=WINDOW / 3)
     found = busy_race(judge, ENDED)
     assert judge.blocks == 3 and found.decision.rounds == 3 * BLOCK_ROUNDS
 
 
-def test_where_nobody_tells_every_block_counts() -> None:
+def test_every_block_counts_if_the_system_does_not_report_other_processes() -> None:
     found = busy_race(ReplayJudge(table_of(1.0, 0.9), DEFAULT_PARAMS), ENDED)
     assert found.decision.rounds == BLOCK_ROUNDS and found.retaken == 0 and not found.decision.disturbed
 
 
 class Clock:
-    """A `time` whose clock is a function's."""
+    """Stands in for the module `time`; the clock is a function."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.monotonic = now
 
 
-def test_what_others_use_is_the_machines_time_without_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpus_of_others_are_the_machines_time_without_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Clocks, "now", lambda: Clocks(wall=12.0, machine=105.0, own=8.0))
     assert others_since(Clocks(wall=10.0, machine=101.0, own=7.0)) == pytest.approx(1.5)
     assert others_since(Clocks(wall=10.0, machine=104.5, own=7.0)) == 0.0  # ticks are coarser than our own clock

@@ -33,7 +33,7 @@ PLAIN: dict[str, Callable[[Path], BaseStorage]] = {
     "studies.sqlite3": lambda path: RDBStorage(f"sqlite:///{path}"),
     "journal://studies.log": lambda path: JournalStorage(JournalFileBackend(str(path))),
 }
-"""What somebody who knows nothing of embforge opens, by what embforge is told."""
+"""By the URL that embforge takes: how a program without embforge opens the same storage with Optuna alone."""
 SECRET = "s3cr3t"
 
 
@@ -44,7 +44,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", PLAIN)
 def test_plain_optuna_reads_a_study(url: str, tmp_path: Path) -> None:
-    """So that optuna-dashboard does: parameters, values, states and user attributes are Optuna's own."""
+    """Parameters, values, states and user attributes are Optuna's own, so that optuna-dashboard shows them."""
     assert run(trials_in(url, SMALL), SMALL) == len(SMALL.points)
     outcomes = assert_complete(url, SMALL)
     study = optuna.load_study(study_name=NAME, storage=PLAIN[url](tmp_path / url.removeprefix("journal://")))
@@ -78,7 +78,7 @@ def test_a_file_has_the_name_that_was_given(url: str, file: str, tmp_path: Path)
     assert trials_in(url, SMALL).outcomes() == {}
 
 
-def test_default_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_url_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("EMBFORGE_STUDIES", raising=False)
     monkeypatch.setenv("EMBFORGE_TUNED_DIR", str(tmp_path / "tuned"))
     assert default_url() == str(tmp_path / "tuned" / "studies.sqlite3")
@@ -118,7 +118,7 @@ UNUSABLE = "check that it exists and can be written, or name another by --storag
         ("journal://bytes", "not a journal of studies; name another file"),
     ],
 )
-def test_what_cannot_be_used_names_the_remedy(
+def test_a_storage_that_cannot_be_used_is_an_error_with_the_remedy(
     url: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("MySQLdb", "psycopg2"):
@@ -134,7 +134,9 @@ def test_what_cannot_be_used_names_the_remedy(
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_driver_that_is_broken_says_what_it_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_database_driver_is_an_error_that_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pymysql.py").write_text("raise ImportError('libmysql.so is not there')\n")
     monkeypatch.delitem(sys.modules, "pymysql", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -170,7 +172,7 @@ def test_a_server_that_does_not_answer_is_asked_once() -> None:
 
 @contextmanager
 def powerless() -> Iterator[Path]:
-    """A folder as somebody sees it who may not write everywhere, as root may."""
+    """A folder, in a process whose user is not root: root may write to any file."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
         if os.geteuid() != 0:
@@ -183,7 +185,7 @@ def powerless() -> Iterator[Path]:
             os.seteuid(0)
 
 
-def test_a_file_that_may_only_be_read() -> None:
+def test_a_read_only_file_is_refused_with_the_remedy() -> None:
     open_storage("warm.sqlite3")  # what is imported late is imported now: `nobody` may not read it
     with powerless() as folder:
         file = folder / "studies.sqlite3"
@@ -201,21 +203,21 @@ PASSWORDS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_charact
 @examples(60)
 @given(PASSWORDS, st.sampled_from(["", "user", "us er"]))
 def test_no_password_is_shown(password: str, user: str) -> None:
-    """Wherever it stands; what it holds that is not allowed in a URL is no reason to show it."""
+    """Wherever in the text the password is, and also if it has characters that are not allowed in a URL."""
     shown = masked(f"cannot connect to postgresql://{user}:{password}@host/name now")
     assert shown == f"cannot connect to postgresql://{user}:***@host/name now"
     plain = "".join(c for c in password if c.isalnum())
     assert masked(f"postgresql://host/name?PASSWORD={plain}&a=b") == "postgresql://host/name?PASSWORD=***&a=b"
 
 
-def test_what_has_no_password_is_shown() -> None:
+def test_text_without_a_password_is_not_changed() -> None:
     for text_ in ("sqlite:////tmp/a.db", "/tmp/a.db", "postgresql://host:5432/name", "journal:///a/b", "u@host"):
         assert masked(text_) == text_
 
 
 @pytest.mark.parametrize("left", [1, 20, -2, -1])
-def test_half_a_line_of_a_journal_costs_nothing(left: int, tmp_path: Path) -> None:
-    """Somebody was killed while writing: whoever writes next must not end that line with his own."""
+def test_an_unfinished_line_of_a_journal_loses_no_trial(left: int, tmp_path: Path) -> None:
+    """After a process was killed while writing, the next one must not continue the unfinished line with its own."""
     url, file = "journal://studies.log", tmp_path / "studies.log"
     assert run(trials_in(url, SMALL), SMALL, most=4) == 4
     whole = file.read_bytes()
@@ -227,7 +229,7 @@ def test_half_a_line_of_a_journal_costs_nothing(left: int, tmp_path: Path) -> No
     assert before.items() <= assert_complete(url, SMALL).items()
 
 
-def test_a_long_half_line_is_removed(tmp_path: Path) -> None:
+def test_a_long_unfinished_line_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "studies.log"
     file.write_bytes(b"x" * 200_000)
     assert run(trials_in("journal://studies.log", SMALL), SMALL) == len(SMALL.points)
@@ -236,7 +238,7 @@ def test_a_long_half_line_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_trial_takes_as_many_reads_with_200_trials_as_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither statements nor trials read from the database grow with what is there."""
+    """Neither statements nor trials read from the database grow with the number of trials in it."""
     trials = trials_in("studies.sqlite3", LARGE)
     backend = trials.study._storage._backend  # type: ignore[attr-defined]
     statements = read = 0

@@ -66,7 +66,7 @@ def memory(space: Space = SMALL) -> Trials:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Time that passes only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -106,7 +106,7 @@ def test_the_same_measurements_give_the_same_trials_however_fast_compilers_are(s
 
 
 def test_other_measurements_give_other_trials() -> None:
-    """So the test above can fail: what comes next depends on what was measured."""
+    """Shows that the test above can fail: the next trial depends on what was measured."""
     orders = []
     for seed in (0, 1):
         trials = memory(MEDIUM)
@@ -115,7 +115,7 @@ def test_other_measurements_give_other_trials() -> None:
     assert orders[0] != orders[1] and Counter(orders[0]) == Counter(orders[1])
 
 
-def test_the_best_and_the_counts_are_the_studys(storage: BaseStorage) -> None:
+def test_the_best_trial_and_the_counts_include_earlier_searches(storage: BaseStorage) -> None:
     trials, events = Trials(storage, "study", SMALL), list[SearchEvent]()
     assert run(trials, SMALL, most=5) == 5
     assert run(Trials(storage, "study", SMALL), SMALL, progress=events.append) == POINTS - 5
@@ -138,7 +138,7 @@ def test_a_space_without_a_free_point_is_not_an_error(storage: BaseStorage) -> N
 
 
 @pytest.mark.parametrize("most", [0, 1, 7])
-def test_at_most_so_many_trials(most: int) -> None:
+def test_a_search_runs_at_most_the_wanted_number_of_trials(most: int) -> None:
     trials = memory()
     assert run(trials, SMALL, most=most) == most == len(trials.study.trials)
 
@@ -173,7 +173,7 @@ def test_what_does_not_compile_costs_one_trial_and_no_measurement() -> None:
     assert all(trial.user_attrs["build"] == {} for trial in trials.study.trials)
 
 
-def test_a_cache_that_is_emptied_meanwhile_ends_nothing(tmp_path: Path) -> None:
+def test_a_cache_that_is_emptied_meanwhile_does_not_end_a_search(tmp_path: Path) -> None:
     class Gone(NoBuilder):
         def done(self, timeout: float | None = None) -> tuple[Plan, Built] | None:
             found = super().done(timeout)
@@ -204,13 +204,13 @@ def test_whatever_ends_a_search_gives_its_trials_back(storage: BaseStorage, erro
     states = Counter(trial.state for trial in trials.study.trials)
     assert states[TrialState.WAITING] == 4 and states[TrialState.RUNNING] == 0 and states.total() == 6
     before = trials.outcomes()
-    # Another process of this machine, and this one still lives: what was given back is free at once.
+    # A second search takes the trials that were given back at once, although the first process still lives.
     assert run(Trials(storage, "study", SMALL), SMALL) == POINTS - 2
     after = Trials(storage, "study", SMALL).outcomes()
     assert before.items() <= after.items() and len(after) == POINTS == len(trials.study.trials)
 
 
-def test_a_storage_that_goes_away_is_told_with_a_remedy(tmp_path: Path) -> None:
+def test_a_storage_that_breaks_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     trials = Trials(open_storage(str(tmp_path / "studies.sqlite3")), "study", SMALL)
 
     def remove(event: SearchEvent) -> None:
@@ -314,14 +314,16 @@ def test_a_living_process_keeps_its_trial(storage: BaseStorage) -> None:
     assert first.holds(held)
 
 
-def test_claims_by_what_is_known_of_their_process() -> None:
+def test_a_claim_ends_with_its_process_or_its_lease() -> None:
     mine = Claim.mine()
     assert not mine.has_ended
     assert replace(mine, started="1").has_ended  # the pid was used again
-    assert not replace(mine, pid=1, started=claims._start_of(1)).has_ended  # somebody else's
+    assert not replace(mine, pid=1, started=claims._start_of(1)).has_ended  # a living process of another user
     pid, started = ended_pid()
     assert replace(mine, pid=pid, started=started).has_ended
-    assert not replace(mine, pid=pid, started=started, host="another").has_ended  # nobody can see it from here
+    assert not replace(
+        mine, pid=pid, started=started, host="another"
+    ).has_ended  # on another machine nothing is known of it
     assert replace(mine, host="another", until=time.time() - 1).has_ended
     assert replace(mine, until=time.time() - 1).has_ended
     assert Claim.from_data(dict(mine.to_data())) == mine
@@ -335,12 +337,12 @@ def test_a_zombie_has_lost_its_claims() -> None:
     assert not claim.has_ended
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert claim.has_ended  # nobody has waited for it: the pid is still there
+    assert claim.has_ended  # its parent has not waited for it, so its pid still exists
     process.communicate()
 
 
-def test_a_process_that_the_system_hides_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc mounted with hidepid shows no process of other users; that no signal may be sent says that it is there."""
+def test_a_process_that_the_system_hides_counts_as_living(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc mounted with hidepid hides processes of others. That a signal is not permitted shows that one exists."""
 
     def refused(pid: int, number: int) -> None:
         assert number == 0
@@ -371,8 +373,8 @@ def test_claims_of_other_machines_last_unless_renewed(storage: BaseStorage, monk
     assert not there.holds(renewed) and not there.finish(renewed, judge_of(SMALL).screen(plan_of(held.params)))
 
 
-def test_one_whose_clock_is_ahead_may_finish_first(storage: BaseStorage) -> None:
-    """It takes a trial over that we hold; we notice at the end, and go on."""
+def test_a_process_whose_clock_is_ahead_may_finish_a_trial_first(storage: BaseStorage) -> None:
+    """Another process takes over a trial that this one holds; this one notices at the end and continues."""
     ours, theirs = Trials(storage, "study", SMALL), Trials(storage, "study", SMALL)
     held = taken(ours)
     rewrite_claim(ours, held, until=0.0)
@@ -386,7 +388,7 @@ def test_one_whose_clock_is_ahead_may_finish_first(storage: BaseStorage) -> None
     assert theirs.outcomes() == {held.number: (held.params, outcome)}
 
 
-def test_of_two_who_take_over_at_once_the_last_has_it(storage: BaseStorage) -> None:
+def test_of_two_processes_that_take_a_trial_over_the_last_holds_it(storage: BaseStorage) -> None:
     first, second = Trials(storage, "study", SMALL), Trials(storage, "study", SMALL)
     left = taken(Trials(storage, "study", SMALL))
     rewrite_claim(first, left, until=0.0)
@@ -409,7 +411,7 @@ def test_the_later_of_two_equal_trials_gives_way(storage: BaseStorage) -> None:
     second._read()
 
     class Stubborn:
-        """Proposes what is taken, as one who has not seen it; then does as the real one."""
+        """First proposes a point that is taken, as a process that has not read it yet; then as the real sampler."""
 
         def __init__(self) -> None:
             self.asked = 0
@@ -424,7 +426,7 @@ def test_the_later_of_two_equal_trials_gives_way(storage: BaseStorage) -> None:
     assert states[one.number][0] == states[two.number][0] == TrialState.RUNNING
     assert states[1:2] == [(TrialState.FAIL, {"kind": "duplicate"})]
     assert first.outcomes() == {}
-    # One that died before it gave way: whoever takes its trial over gives way for it.
+    # A process died before its trial gave way: the process that takes the trial over gives way instead.
     duplicate = first._storage.create_new_trial(
         first._study_id,
         create_trial(

@@ -65,7 +65,7 @@ def test_a_trace_comes_back_as_it_was(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_ids_past_32_bits(tmp_path: Path) -> None:
+def test_ids_past_32_bits_come_back(tmp_path: Path) -> None:
     trace = trace_of(["a"], [2**40], "", [RecordedCall(1, np.array([2**39]), np.array([0, 1]), None)])
     write_trace(tmp_path / "t.npz", trace)
     assert read_trace(tmp_path / "t.npz").values.tolist() == [2**39]
@@ -115,7 +115,7 @@ HEADER = {"schema": 1, "features": ["a"], "rows": [10], "shape": ""}
         ({"values": np.array([object(), None])}, "cannot be read"),
     ],
 )
-def test_foreign_contents_are_named(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+def test_contents_of_a_trace_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     parts: dict[str, Any] = {"header": HEADER, "sizes": [1], "lengths": [2], "values": [1, 2], "weights": []} | change
     parts["header"] = None if parts["header"] is None else json.dumps(parts["header"])
     arrays = {name: np.array(part) for name, part in parts.items() if part is not None}
@@ -124,7 +124,7 @@ def test_foreign_contents_are_named(tmp_path: Path, change: dict[str, Any], name
         read_trace(tmp_path / "t.npz")
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.zeros(3))
     (tmp_path / "text.npz").write_text("zipf:1")
     (tmp_path / "empty.npz").touch()
@@ -146,12 +146,12 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ("zipf:1,len=trace:a=b.npz", Workload(Zipf(1), RecordedLengths("a=b.npz"))),
     ],
 )
-def test_text_of_traces(text: str, workload: Workload) -> None:
+def test_text_of_a_trace_workload_reads_back(text: str, workload: Workload) -> None:
     assert parse(text) == workload == parse(str(workload))
 
 
 @pytest.mark.parametrize("text", ["trace:", "trace", "len=trace:", "trace:t.npz,len=fixed:3", "trace:t.npz,batch=x"])
-def test_mistakes_in_text(text: str) -> None:
+def test_a_mistake_in_the_text_of_a_trace_workload_shows_the_form(text: str) -> None:
     with pytest.raises(WorkloadError, match="form: "):
         parse(text)
 
@@ -190,12 +190,12 @@ def test_other_batch_sizes_keep_samples_and_their_order(path: Path, size: int) -
     assert got == [recorded[index % 12] for index in range(4 * size)]
 
 
-def test_an_empty_batch_of_a_trace(path: Path) -> None:
+def test_a_trace_gives_an_empty_batch_on_request(path: Path) -> None:
     batch = make_batch(SPEC, parse(f"trace:{path},batch=0"))
     assert (batch.size, batch.values.size, batch.offsets.tolist()) == (0, 0, [0])
 
 
-def test_a_trace_without_samples(tmp_path: Path) -> None:
+def test_a_trace_without_samples_gives_only_its_own_empty_batches(tmp_path: Path) -> None:
     write_trace(tmp_path / "t.npz", made(drawn(0, 0)))
     assert make_batch(SPEC, parse(f"trace:{tmp_path}/t.npz")).size == 0
     for text in (f"trace:{tmp_path}/t.npz,batch=2", f"len=trace:{tmp_path}/t.npz"):
@@ -203,7 +203,7 @@ def test_a_trace_without_samples(tmp_path: Path) -> None:
             make_batch(SPEC, parse(text))
 
 
-def test_features_go_by_name(path: Path) -> None:
+def test_features_of_a_trace_are_matched_by_name(path: Path) -> None:
     turned = CollectionSpec(SPEC.tables, SPEC.features[::-1])
     batch, expected = make_batch(turned, parse(f"trace:{path}"), 1), make_batch(SPEC, parse(f"trace:{path}"), 1)
     for index in range(3):
@@ -211,10 +211,10 @@ def test_features_go_by_name(path: Path) -> None:
     renamed = CollectionSpec(SPEC.tables, [FeatureSpec(f"new_{f.name}", f.table) for f in SPEC.features])
     plain = make_batch(renamed, parse(f"trace:{path}"), 1)
     assert plain.values.tolist() == expected.values.tolist()
-    assert plain.weights is None  # nobody there is weighted
+    assert plain.weights is None  # no feature of this spec is weighted
 
 
-def test_a_spec_that_does_not_fit(path: Path) -> None:
+def test_a_spec_that_does_not_fit_the_trace_is_refused(path: Path) -> None:
     cases = {
         "has 3 features.*the spec has 2": CollectionSpec(SPEC.tables, SPEC.features[:2]),
         "of feature 'b' is not a row of table 'large'; allowed: 0 to 99": CollectionSpec(
@@ -265,7 +265,7 @@ def test_enough_batches_and_smaller_ones(path: Path) -> None:
     assert parse("batch=9").at_most(64) == parse("batch=9")
 
 
-def test_traffic(path: Path) -> None:
+def test_traffic_of_a_trace_and_of_laws(path: Path) -> None:
     found = traffic(SPEC, parse(f"trace:{path}"))
     assert found.batch == 4
     assert found.bag_length == pytest.approx(made().lengths.mean())

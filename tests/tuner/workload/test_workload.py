@@ -44,7 +44,7 @@ def test_text_roundtrip(workload: Workload) -> None:
     assert parse(str(workload)) == workload
 
 
-def test_the_documented_string() -> None:
+def test_the_documented_workload_is_understood() -> None:
     assert parse("zipf:1.05,len=geo:20,batch=2048") == Workload(Zipf(1.05), Geometric(20), 2048)
     assert parse("ids=uniform") == parse("") == Workload()
 
@@ -104,7 +104,7 @@ def test_weights_exist_if_any_feature_is_weighted() -> None:
 
 
 @pytest.mark.parametrize("text", ["batch=0", "len=fixed:0,batch=5"])
-def test_empty_batches(text: str) -> None:
+def test_empty_batches_have_no_ids(text: str) -> None:
     batch = make_batch(SPEC, parse(text))
     assert batch.values.size == 0
     assert batch.offsets.size == 3 * batch.size + 1
@@ -133,7 +133,7 @@ def test_same_seed_same_bits_other_seed_other_ids() -> None:
     assert make_batch(SPEC, parse("zipf:1,len=fixed:2,batch=2")).values.tolist() == pinned
 
 
-def test_int32_ids() -> None:
+def test_ids_are_int32_on_request() -> None:
     batch = make_batch(SPEC, Workload(batch=4), id_dtype="int32")
     assert batch.values.dtype == batch.offsets.dtype == np.int32
 

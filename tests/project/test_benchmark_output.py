@@ -34,7 +34,7 @@ def test_a_page_has_the_cells_of_the_screen() -> None:
     assert text.startswith("times") and "│  1.25 │" in text and "│ 12.00 │" in text and "*" not in text
 
 
-def test_verdicts_are_named() -> None:
+def test_verdicts_are_shown_with_their_names() -> None:
     screen = Console(file=io.StringIO(), width=80)
     verdicts = Verdict("2x", "2.10x", True), Verdict("3x", "2.10x", False)
     print_verdicts(screen, zip(("here: ", ""), verdicts, strict=True))

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CONTRACTS = ".importlinter"
 FOLDERS = ("cli", "codegen", "runtime", "templates", "tuner", "examples/specs", "examples/topologies")
-"""Where product code lies; links among them lead to one another."""
+"""The folders of product code. Links in them lead to other folders of this list."""
 
 LINT = "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache', '--no-logo'])"
 MODULES = """
@@ -56,7 +56,7 @@ def test_a_copy_of_the_tree_passes(tree: Path) -> None:
     assert " 0 broken" in linted.stdout
 
 
-def test_imports_against_the_layers_are_red(tree: Path) -> None:
+def test_imports_against_the_layers_are_refused(tree: Path) -> None:
     planted = {
         "codegen/dtypes.py": "from embforge.tuner.search.space import Space",
         "codegen/spec.py": "def late():\n    import torch",
@@ -79,7 +79,7 @@ def test_imports_against_the_layers_are_red(tree: Path) -> None:
         assert f" embforge.{told}" in linted.stdout, linted.stdout
 
 
-def test_a_module_that_is_in_no_layer_is_red(tree: Path) -> None:
+def test_a_module_that_is_in_no_layer_is_refused(tree: Path) -> None:
     for folder in ("codegen", "runtime", "runtime/launch", "tuner"):
         (tree / folder / "surprise.py").write_text('"""In no layer."""\n', encoding="utf-8")
     linted = _lint(tree)

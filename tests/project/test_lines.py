@@ -1,4 +1,4 @@
-"""`python -m benchmarks.lines` counts what it says."""
+"""`python -m benchmarks.lines` counts statements and lines of templates correctly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = """{# a comment
    of two lines #}
 // nothing but a comment
 
-int twice(int x) {  // beside code
+int twice(int x) {  // after code
     /* before it */ return {{ factor }} * x;
 }
 const char* url = "https://example.org";
@@ -36,7 +36,7 @@ def test_lines_are_counted_without_comments_and_blanks() -> None:
     assert source_lines(TEMPLATE) == 4
 
 
-def test_a_room_is_the_sum_of_its_folders() -> None:
+def test_a_total_is_the_sum_of_its_folders() -> None:
     files = [("room/a.py", "x = 1\ny = 2"), ("room/inner/deep/b.py", "z = 3"), ("room/inner/c.h", "int i;\n\n")]
     assert count(iter(files)) == {
         ("room", "statements"): 3,

@@ -26,7 +26,7 @@ def printed() -> dict[str, list[str]]:
     return found
 
 
-def test_names_of_poolings_and_formats_stand_where_the_page_says() -> None:
+def test_names_of_poolings_and_formats_are_only_where_the_page_says() -> None:
     commands = printed()
     assert len(commands) == 2
     for command, lines in commands.items():
@@ -34,7 +34,7 @@ def test_names_of_poolings_and_formats_stand_where_the_page_says() -> None:
         assert answer.stdout.splitlines() == lines, command
 
 
-def test_kinds_of_tables_are_named_in_storage_alone() -> None:
+def test_only_storage_names_kinds_of_tables() -> None:
     """Other code knows tables by the protocol of the seam."""
     command = ("git", "grep", "-lwE", "StaticTable|ParameterTable", "--", "cli", "codegen", "runtime", "tuner")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

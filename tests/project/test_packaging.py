@@ -71,7 +71,7 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_a_clone_named_embforge_does_not_hide_the_package_from_a_script_beside_it(tmp_path: Path) -> None:
+def test_a_clone_named_embforge_does_not_hide_the_package_from_a_script_next_to_it(tmp_path: Path) -> None:
     """Python looks in the script's own directory first, where the clone's folder could pass for a namespace package."""
     (tmp_path / "embforge").symlink_to(ROOT)
     (tmp_path / "script.py").write_text("import embforge, embforge.tuner\nprint(embforge.TableSpec('t', 2, 4).name)\n")
@@ -85,8 +85,8 @@ def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
-    # The dependencies come from here; a path in a .pth file does not run that directory's own .pth files, so
-    # the editable embforge beside them stays out of sight.
+    # Dependencies are found in the environment of the tests. Python does not read .pth files of a directory that a
+    # .pth file adds, so the editable embforge there is not found.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(python, "-c", "import embforge.codegen as c; print(c.__file__)", cwd=venv).strip()
@@ -125,7 +125,7 @@ def test_simt_works_from_the_wheel(venv: Path, tmp_path: Path, fresh_cache: Path
 
 
 @pytest.mark.soak
-def test_a_cpu_only_install_is_light_beside_torch(tmp_path: Path) -> None:
+def test_a_cpu_only_install_adds_little_to_torch(tmp_path: Path) -> None:
     """From the package index, in a new environment, where a lookup then runs."""
     torch, own, needed = footprint.measure(tmp_path)
     assert own.packages == ("embforge",) and own.downloaded < 1_000_000

@@ -20,11 +20,11 @@ def taken(module: object) -> tuple[object, object]:
 
 
 @pytest.mark.parametrize("folder", ["cli", "codegen", "runtime", "runtime/sharded/stages", "tuner", "benchmarks"])
-def test_private_names_of_others_are_red(folder: str) -> None:
+def test_private_names_of_other_modules_are_refused(folder: str) -> None:
     assert _found_in(f"{folder}/planted.py") == ["PLC2701", "SLF001"]
 
 
-def test_tests_may_look_inside() -> None:
+def test_tests_may_use_private_names() -> None:
     assert _found_in("tests/runtime/planted.py") == []
 
 

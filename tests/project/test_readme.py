@@ -1,4 +1,4 @@
-"""The README, read beside the clone: its Python runs, its commands are understood, its number was measured."""
+"""The README, run in the folder that holds the clone: its Python runs, its commands exist, its number is measured."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def commands() -> list[str]:
 
 
 @pytest.fixture
-def beside(tmp_path: Path) -> Path:
+def parent(tmp_path: Path) -> Path:
     """A directory with a clone named embforge in it."""
     (tmp_path / "embforge").symlink_to(ROOT)
     return tmp_path
 
 
-def run(beside: Path, *words: str) -> None:
+def run(parent: Path, *words: str) -> None:
     paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     answer = subprocess.run(
         words,
-        cwd=beside,
+        cwd=parent,
         env={**os.environ, "PATH": paths, "SHELL": "/bin/sh"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -52,11 +52,11 @@ def run(beside: Path, *words: str) -> None:
     assert answer.returncode == 0, f"{words}\n{answer.stdout}\n{answer.stderr}"
 
 
-def test_python_blocks_run_one_after_the_other(beside: Path) -> None:
+def test_python_blocks_run_one_after_the_other(parent: Path) -> None:
     for block in blocks("python"):
         assert len([line for line in block.splitlines() if line.strip()]) <= 15
-    (beside / "script.py").write_text("\n".join(blocks("python")), encoding="utf-8")
-    run(beside, sys.executable, "script.py")
+    (parent / "script.py").write_text("\n".join(blocks("python")), encoding="utf-8")
+    run(parent, sys.executable, "script.py")
 
 
 def test_no_line_is_wider_than_a_terminal() -> None:
@@ -69,7 +69,7 @@ def test_links_lead_to_files() -> None:
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.startswith("embforge ")])
-def test_commands_are_understood(command: str) -> None:
+def test_embforge_commands_are_parsed_without_an_error(command: str) -> None:
     """As click reads them, the spec loaded; they run in `make soak`."""
     command_line: click.Command = main
     words = shlex.split(command)[1:]
@@ -79,8 +79,8 @@ def test_commands_are_understood(command: str) -> None:
         assert not context.args
 
 
-def test_other_commands_would_run(beside: Path) -> None:
-    """pip's directories and extras are there, make says what it would do, a script prints its help."""
+def test_commands_of_other_tools_would_run(parent: Path) -> None:
+    """Directories and extras that pip takes exist, make prints what it would do, a script prints its help."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     others = [line for line in commands() if not line.startswith("embforge ")]
     assert {line.split()[0] for line in others} == {"pip", "cd", "make", "torchrun"}
@@ -88,23 +88,23 @@ def test_other_commands_would_run(beside: Path) -> None:
         tool, _, rest = line.partition(" ")
         if tool == "pip":
             directory, _, extra = shlex.split(rest)[1].rstrip("]").partition("[")
-            assert (beside / directory / "pyproject.toml").exists() and (not extra or extra in extras)
+            assert (parent / directory / "pyproject.toml").exists() and (not extra or extra in extras)
         elif tool == "make":
-            run(beside / "embforge", "make", "--dry-run", rest)
+            run(parent / "embforge", "make", "--dry-run", rest)
         elif tool == "torchrun":
             (script,) = re.findall(r"\S+\.py", rest)
-            run(beside, sys.executable, script, "--help")
+            run(parent, sys.executable, script, "--help")
         else:
-            assert (beside / rest).is_dir()
+            assert (parent / rest).is_dir()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("block", blocks("sh"))
-def test_blocks_run(beside: Path, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand, but that pip installs nothing and that tests do not run themselves."""
-    monkeypatch.setenv("EMBFORGE_STUDIES", str(beside / "studies.sqlite3"))
+def test_shell_blocks_run(parent: Path, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unchanged, except that pip installs nothing and `make test` is a dry run, because it would run this test."""
+    monkeypatch.setenv("EMBFORGE_STUDIES", str(parent / "studies.sqlite3"))
     block = block.replace("pip install", PIP).replace("make test", "make --dry-run test")
-    run(beside, "sh", "-ec", block)
+    run(parent, "sh", "-ec", block)
 
 
 def test_number_and_chart_are_those_of_the_checked_in_results(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """The training example learns, writes what it promises, and trains the same model on one rank and on two; the code of
-docs/sharding.md runs as it stands and sends the bytes that the page counts by hand."""
+docs/sharding.md runs unchanged and sends the bytes that the page counts by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_two_ranks_train_as_one_and_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_code_of_the_page_runs_and_sends_what_it_says(tmp_path: Path) -> None:
+def test_the_code_of_the_sharding_page_runs_and_sends_the_bytes_that_it_counts(tmp_path: Path) -> None:
     page = (ROOT / "docs/sharding.md").read_text(encoding="utf-8")
     first, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     end = "if dist.is_initialized():\n    dist.destroy_process_group()\n"

@@ -177,7 +177,7 @@ extern "C" __global__ void misaligned_float2_store(const float* in, float* out, 
     if (INDEX < 32) *reinterpret_cast<float2*>(out + 2 * INDEX + 1) = make_float2(in[INDEX], 0.0f);  // BUG misaligned
 }
 
-// ---- what nobody has written ----
+// ---- reads of memory that no thread has written ----
 
 extern "C" __global__ void uninitialised_shared(const float* in, float* out, int n) {
     __shared__ float s[64];
@@ -194,7 +194,7 @@ extern "C" __global__ void lost_tail(const float* in, float* out, int n) {
     if (INDEX < n - 1) out[INDEX] = in[INDEX];
 }
 
-// ---- barriers and warp operations that not all reach ----
+// ---- barriers and warp operations that not all threads reach ----
 
 extern "C" __global__ void divergent_barrier(const float* in, float* out, int n) {
     if (threadIdx.x < 32) {
@@ -362,7 +362,7 @@ extern "C" __global__ void divergent_barrier_in_a_function(const float* in, floa
     }
 }
 
-// Order passes on: from all lanes of a group to its leader, from leader to leader.
+// Order is transitive: from all lanes of a group to its leader, then from leader to leader.
 extern "C" __global__ void sound_leaders(const float* in, float* out, int n) {
     __shared__ float s[64];
     const unsigned lane = threadIdx.x % 32, mask = 0xffu << lane / 8 * 8;

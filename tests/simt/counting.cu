@@ -1,4 +1,4 @@
-// Kernels whose memory instructions can be counted by hand. One warp, but for the last ones.
+// Kernels whose memory instructions can be counted by hand. All but the last ones run as one warp.
 
 #define LANE (threadIdx.x % 32)
 
@@ -63,7 +63,7 @@ extern "C" __global__ void two_in_a_bank(const float* in, float* out) {
     out[LANE] = s[2 * LANE];
 }
 
-// A broadcast is no conflict, and 8 bytes a lane need two wavefronts anyway.
+// A broadcast is no conflict, and 8 bytes per lane need two wavefronts in any case.
 extern "C" __global__ void broadcast(const float* in, float* out) {
     __shared__ double s[32];
     s[LANE] = 1.0;

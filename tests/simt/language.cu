@@ -1,4 +1,4 @@
-// What device code may use, kernel by kernel; the tests say what must come out.
+// Features of the language that device code may use, one kernel each; test_language.py has the expected results.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -21,7 +21,7 @@ extern "C" __global__ void indices(int* out) {
     mine[3] = threadIdx.x, mine[4] = threadIdx.y, mine[5] = threadIdx.z;
 }
 
-// One warp; 16 answers a lane.
+// One warp; 16 results per lane.
 extern "C" __global__ void warps(int* out) {
     const int lane = threadIdx.x;
     const unsigned all = 0xffffffffu;
@@ -41,7 +41,7 @@ extern "C" __global__ void warps(int* out) {
     mine[12] = __reduce_max_sync(all, lane - 5);
     mine[13] = static_cast<int>(__reduce_max_sync(all, static_cast<unsigned>(lane - 5)));
     mine[14] = static_cast<int>(__reduce_xor_sync(all, static_cast<unsigned>(lane * 3)));
-    // Half of the warp asks who is there.
+    // Half of the warp reads the mask of active lanes.
     mine[15] = lane < 16 ? static_cast<int>(__activemask()) : static_cast<int>(__ballot_sync(0xffff0000u, lane % 2));
 }
 

@@ -1,4 +1,4 @@
-"""Small CUDA kernels on the SIMT executor: a text, a launch, and what came of it."""
+"""Runs small CUDA kernels on the SIMT executor: from a text through a launch to its memory and its report."""
 
 from __future__ import annotations
 

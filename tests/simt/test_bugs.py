@@ -1,4 +1,4 @@
-"""Every kind of bug that the executor looks for, in a small kernel that has it, and kernels that have none."""
+"""Every kind of bug that the executor looks for is found in a small kernel that has it; correct kernels pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINES = TEXT.split("\n")
 KERNELS = [kernel.name for kernel in kernels_in(TEXT)]
 SOUND = [name for name in KERNELS if name.startswith("sound_")]
 OTHERS = ("lost_tail", "endless_recursion", "divergent_barrier_in_a_function")
-"""Not at a line of their own: tests below."""
+"""Kernels whose bug has no single line; each has a test of its own below."""
 BUGGY = [name for name in KERNELS if name not in SOUND and name not in OTHERS]
 ZEROED = ("endless", "endless_with_syncwarp", "plain_read_of_an_atomic", "atomic_after_a_plain_write")
 """Kernels that may read what they have not written."""
@@ -63,7 +63,7 @@ def test_a_bug_is_found_at_its_line(kernel: str, count: bool) -> None:
     assert f"kernel {kernel}: {kind}: " in message
     assert re.search(r"block \d+, thread \d+, bugs\.cu:\d+", message), message
     named = {frame.line for frame in found.frames()}
-    if kind == "race":  # whichever of the two accesses came second is where it shows
+    if kind == "race":  # it is reported at the second of the two accesses, which may be either
         named |= {frame.line for frame in found.earlier_frames()}
     assert line in named, message
     assert LINES[line - 1].strip() in message
@@ -77,19 +77,19 @@ def test_a_sound_kernel_has_no_bug_in_any_schedule(kernel: str) -> None:
             assert found.report is None, bug_of(found.report, found.image.path, TEXT, seed)
 
 
-def test_what_was_never_written_is_known() -> None:
+def test_results_that_no_thread_wrote_are_known() -> None:
     found = run("lost_tail")
     assert found.report is None
     assert found.defined["out"][:-4].all() and not found.defined["out"][-4:].any()
 
 
-def test_recursion_ends() -> None:
+def test_endless_recursion_is_a_stack_overflow() -> None:
     found = run("endless_recursion")
     assert found.kind == "stack-overflow"
     assert "deep" in {frame.function for frame in found.frames()}
 
 
-def test_one_barrier_reached_on_two_ways_is_two() -> None:
+def test_one_barrier_reached_from_two_callers_is_divergent() -> None:
     found = run("divergent_barrier_in_a_function")
     assert found.kind == "divergent-barrier"
     callers = {frame.line for frame in (*found.frames(), *found.earlier_frames())}
@@ -103,6 +103,6 @@ def test_the_other_thread_of_a_race_is_named() -> None:
     assert tuple(here.thread) == tuple(earlier.thread) and tuple(here.block) != tuple(earlier.block)
 
 
-def test_the_kernels_are_cuda() -> None:
-    """What NVRTC does not take would prove nothing about CUDA."""
+def test_the_buggy_kernels_compile_as_cuda() -> None:
+    """A kernel that NVRTC refuses would prove nothing about CUDA."""
     assert compile_cubin(HERE / "bugs.cu", "sm_90")

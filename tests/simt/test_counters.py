@@ -1,4 +1,4 @@
-"""The executor's counters against kernels that can be counted by hand."""
+"""The executor's counters agree with counts by hand, on small kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def facts(traffic: SimtTraffic) -> tuple[int, int, int, int, int]:
         ("both_ways", (2, 32, 128, 128, 8)),
     ],
 )
-def test_loads(kernel: str, loads: tuple[int, int, int, int, int]) -> None:
+def test_loads_are_counted_by_bytes_sectors_and_lanes(kernel: str, loads: tuple[int, int, int, int, int]) -> None:
     for seed in range(3):
         counted = count(kernel, seed=seed)
         assert facts(counted.loads[0]) == loads
@@ -59,13 +59,13 @@ def test_loads(kernel: str, loads: tuple[int, int, int, int, int]) -> None:
     ("kernel", "wavefronts", "conflicts"),
     [("no_conflict", 1, 0), ("all_in_one_bank", 32, 31), ("two_in_a_bank", 2, 1)],
 )
-def test_bank_conflicts(kernel: str, wavefronts: int, conflicts: int) -> None:
+def test_bank_conflicts_are_counted(kernel: str, wavefronts: int, conflicts: int) -> None:
     counters = count(kernel).counters
     assert counters.shared_stores.sectors == counters.shared_loads.sectors == wavefronts
     assert counters.bank_conflicts == 2 * conflicts
 
 
-def test_a_broadcast_and_eight_bytes_a_lane() -> None:
+def test_a_broadcast_of_eight_bytes_per_lane_is_no_conflict() -> None:
     """Lanes of 8 bytes go in two halves, each a broadcast of its own."""
     counters = count("broadcast").counters
     assert (counters.shared_stores.sectors, counters.bank_conflicts) == (2, 0)
@@ -76,7 +76,7 @@ def test_a_broadcast_and_eight_bytes_a_lane() -> None:
     )
 
 
-def test_barriers_and_atomics() -> None:
+def test_barriers_and_atomics_are_counted() -> None:
     counters = count("barriers_and_atomics", grid=3, block=96).counters
     assert counters.barriers == 3 * 2
     assert counters.warp_syncs == 3 * 3

@@ -30,7 +30,7 @@ extern "C" __global__ void unwatched(Three* out) { out[threadIdx.x] = make(1.0);
 
 
 def unwatched(text: str, directory: Path) -> list[str]:
-    """Calls of a text that read or write memory behind the executor's back, as the compiler writes them down."""
+    """Calls in a text that read or write memory unseen by the executor, as the compiler's dump has them."""
     (directory / "image.cpp").write_text(image_source(text, "kernel.cu", "sm_90"))
     paths = [f"-I{HEADERS}", f"-isystem{cuda_headers()}"]
     command = [*find_compiler().command, *IMAGE_FLAGS, *paths, "-fdump-tree-tsan", "-c", "image.cpp", "-o", "image.o"]
@@ -65,7 +65,7 @@ SPEC = CollectionSpec(
     ),
     name="seen",
 )
-"""Every part of the templates, few buckets; the example specs are in the soak."""
+"""A spec that reaches every part of the templates with few buckets; `make soak` has the example specs."""
 OPS = [("forward", None), ("forward_train", None), ("backward", builtin.lamb()), ("reduce", None)]
 
 
@@ -85,5 +85,5 @@ def test_the_executor_sees_every_access_of_examples(op: str, spec: str, tmp_path
     assert not unwatched(source_of(Plan(op, "cuda", "sm_90", "int64", load_spec(spec), CudaParams())), tmp_path)
 
 
-def test_this_test_can_fail(tmp_path: Path) -> None:
+def test_an_access_that_the_compiler_does_not_watch_is_found(tmp_path: Path) -> None:
     assert unwatched(PROOF, tmp_path)

@@ -1,4 +1,4 @@
-"""What lanes do on the example specs, by the executor's counters: the limits of benchmarks/lanes.py."""
+"""On the example specs most lanes have work and most loaded bytes are used: the limits of benchmarks/lanes.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embforge.codegen.targets.cuda.nvrtc import compile_cubin
 
 @pytest.mark.parametrize(("spec", "size"), [("dlrm", 256), pytest.param("mixed", 64, marks=pytest.mark.soak)])
 def test_lanes_have_work_and_sectors_are_used(spec: str, size: int) -> None:
-    """The smaller the batch the harder; `make lanes` has larger ones."""
+    """The limits are harder to keep with small batches, as here; `make lanes` has larger ones."""
     batch = draw(spec, f"uniform,len=geo:20,batch={size}")
     figures = count_ours(batch)
     assert figures.rows.instructions > 0 and figures.whole.sectors > 0
@@ -27,7 +27,7 @@ def test_the_other_mapping_reads_the_same_rows_with_fewer_lanes() -> None:
     assert other.active < ours.active / 2
 
 
-def test_the_other_mapping_is_cuda_too(tmp_path: Path) -> None:
+def test_the_other_mapping_compiles_as_cuda(tmp_path: Path) -> None:
     source = tmp_path / f"{KERNEL}.cu"
     source.write_text(warp_per_bag_text())
     assert compile_cubin(source, "sm_90")

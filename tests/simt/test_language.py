@@ -28,7 +28,7 @@ def run(
     assert found.report is None, found.report.message
 
 
-def test_indices_of_three_dimensions() -> None:
+def test_indices_have_three_dimensions() -> None:
     grid, block = (2, 3, 2), (5, 2, 3)
     out = aligned(6 * 12 * 30, numpy.int32)
     run("indices", out, grid=grid, block=block)
@@ -39,7 +39,7 @@ def test_indices_of_three_dimensions() -> None:
 
 @pytest.mark.parametrize("count", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_warp_operations(seed: int, count: bool) -> None:
+def test_warp_operations_exchange_between_lanes(seed: int, count: bool) -> None:
     out = aligned(32 * 16, numpy.int32)
     run("warps", out, seed=seed, count=count)
     lane = numpy.arange(32)
@@ -77,7 +77,7 @@ def test_shuffles_of_eight_bytes_in_parts_of_a_warp(seed: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [32, 71, 96, 1024])
-def test_votes_of_a_block(threads: int) -> None:
+def test_votes_of_a_block_count_all_its_threads(threads: int) -> None:
     out = aligned(4 * threads, numpy.int32)
     run("votes", out, block=(threads,))
     some = int(threads > 70) + 2 * int(threads > 700)
@@ -111,7 +111,7 @@ def test_threads_that_spin_let_others_run(seed: int) -> None:
     assert out.tolist() == [48, 48]
 
 
-def test_bits() -> None:
+def test_bit_functions_equal_those_of_python() -> None:
     values = aligned(64, numpy.uint32)
     values[:] = numpy.random.default_rng(0).integers(0, 2**32, 64, dtype=numpy.uint32)
     values[:3] = (0, 1, 0x80000000)
@@ -147,7 +147,7 @@ def test_numbers_convert_as_torch_has_them() -> None:
     assert torch.equal(torch.from_numpy(fp8s.copy()), saturated.to(torch.float8_e4m3fn).float())
 
 
-def test_vectors() -> None:
+def test_vectors_are_loaded_and_stored_whole() -> None:
     values, out, doubles = aligned(128), aligned(128), aligned(64, numpy.float64)
     words, packed = aligned(64, numpy.uint32), aligned(128, numpy.uint32)
     values[:], words[:] = numpy.arange(128), numpy.arange(64) * 7
@@ -159,7 +159,7 @@ def test_vectors() -> None:
     assert (packed.reshape(32, 4) == numpy.stack([x, y, x ^ y, x], 1)).all()
 
 
-def test_dynamic_shared_memory() -> None:
+def test_dynamic_shared_memory_has_the_size_of_the_launch() -> None:
     values, out = aligned(100, numpy.int32), aligned(100, numpy.int32)
     values[:] = numpy.arange(100)
     run("reversed_by_dynamic_shared", values, out, block=(100,), shared=400)
@@ -167,7 +167,7 @@ def test_dynamic_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("count", [False, True])
-def test_a_warp_a_row(count: bool) -> None:
+def test_sums_of_one_row_per_warp_are_right(count: bool) -> None:
     lengths = numpy.array([0, 1, 31, 32, 33, 100, 7, 64])
     offsets = aligned(9, numpy.int32)
     offsets[1:] = lengths.cumsum()

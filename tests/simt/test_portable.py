@@ -12,7 +12,7 @@ from embforge.codegen.targets.simt import toolchain as simt
 from embforge.launch.simt.abi import Image
 
 
-def test_fibres_of_the_c_library_do_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fibres_of_the_c_library_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simt, "RUNTIME_FLAGS", (*simt.RUNTIME_FLAGS, "-DSIMT_PORTABLE_FIBRES"))
     path = tmp_path / "image.so"
     path.write_bytes(simt.compile_image((HERE / "bugs.cu").read_text(), "bugs.cu"))

@@ -1,4 +1,4 @@
-"""Bugs put into generated kernels: each is caught, by what the issue of a user would call it, at its place."""
+"""Bugs put into generated kernels: each is reported as the kind of bug that it is, with its block, thread and line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BATCH = 70
 
 @dataclass(frozen=True)
 class Seeded:
-    """A bug: text to put in the place of other text, and what the error must say."""
+    """A bug: the text `sound` is replaced by `buggy`, and the error must match `says`."""
 
     name: str
     sound: str
@@ -111,7 +111,7 @@ BUGS = (
 
 
 def forward(text: str, directory: Path) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A call of the plan's kernels in that text. Every table's last row is asked for, and one bag is long."""
+    """Compiles the text and calls its kernels. Ids include every table's last row, and one bag is long."""
     image = directory / "image.so"
     image.write_bytes(compile_image(text, f"{twin_of(PLAN).uri}.cu", PLAN.arch))
     tables = draw_tables(SPEC, seed=0)
@@ -145,7 +145,7 @@ def test_without_a_bug_nothing_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_caught(bug: Seeded, tmp_path: Path) -> None:
     text = source_of(PLAN)
-    assert bug.sound in text, "the kernels changed: seed this bug anew"
+    assert bug.sound in text, "the kernels changed: update the text of this bug"
     with pytest.raises(KernelBugError) as caught:
         forward(text.replace(bug.sound, bug.buggy), tmp_path)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Shared by all tests: a cache of their own, and no silent skips where CI=true."""
+"""What all tests share: a kernel cache for tests only, and with CI=true a failure for each skip that is not listed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ KERNELS_BEFORE = pytest.StashKey[int]()
 
 
 def pytest_configure() -> None:
-    """Examples of hypothesis take as long as they take, and Ctrl-C works however tests are started."""
+    """Examples of hypothesis have no time limit, and Ctrl-C works however tests are started."""
     settings.register_profile("patient", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
-    # A shell starts what it runs in the background with Ctrl-C ignored, which programs under test would inherit.
+    # A shell starts background jobs with Ctrl-C ignored, and programs under test would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _test_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests share one kernel cache of their own, so that they neither use nor fill the user's; nor his tuned results.
+    """Tests share one kernel cache and use neither the user's cache nor the user's tuned results.
 
-    EMBFORGE_TEST_CACHE_DIR moves it. Workers of pytest-xdist come to the same place by themselves.
+    EMBFORGE_TEST_CACHE_DIR says where it is. All workers of pytest-xdist use the same one.
     """
     os.environ["EMBFORGE_TUNED_DIR"] = str(tmp_path_factory.mktemp("tuned"))
-    os.environ["EMBFORGE_SHIPPED_DIR"] = str(tmp_path_factory.mktemp("shipped"))  # tests say themselves what is tuned
+    os.environ["EMBFORGE_SHIPPED_DIR"] = str(tmp_path_factory.mktemp("shipped"))  # tests make their own results
     os.environ["EMBFORGE_CACHE_DIR"] = str(_kernel_cache())
     os.environ.pop("EMBFORGE_KERNELS", None)
     os.environ.pop("EMBFORGE_JIT", None)
@@ -53,9 +53,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What dominates the time of a run, so that a change which adds to it is seen."""
+    """Prints the number of compiled kernels, because compiling dominates the time of a run."""
     before = terminalreporter.config.stash[KERNELS_BEFORE]
-    terminalreporter.write_line(f"{_kernels() - before} kernels compiled into the shared cache, {before} were there")
+    terminalreporter.write_line(f"{_kernels() - before} kernels compiled into the shared cache, which had {before}")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real finals as where nobody tells what others use of the CPUs: none of their rounds is taken again."""
+    """Finals run as on a system that does not report the CPU time of other processes: no round is repeated."""
     from embforge.tuner.judge.bench_judge import BenchJudge
 
     monkeypatch.setattr(BenchJudge, "others", None)

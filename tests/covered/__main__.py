@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m covered [--missing] [WORDS FOR PYTEST ...]
 
 Every process that a test starts is measured. Ranks and judges that tests kill leave no record, so the figures are
-lower bounds. Needs the package coverage, which `make coverage` installs. Ends with pytest's exit code.
+lower bounds. It needs the package coverage, which `make coverage` installs. The exit code is that of pytest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
         folders = "\n    ".join(str(ROOT / folder) for folder in (*CODE, TEMPLATES.name))
         settings.write_text(SETTINGS.format(data=Path(scratch, "data"), source=folders), encoding="utf-8")
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", *TESTS, *chosen]
-        # Templates that were translated before leave no trace of where they come from: the cache must be empty.
+        # A template that is in the cache is not translated, so it would not be counted: the cache must be empty.
         environment = os.environ | {"EMBFORGE_TEST_CACHE_DIR": str(Path(scratch, "kernels"))}
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         coverage = Coverage(config_file=str(settings))
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _code_table(coverage: Coverage, missing: bool) -> Iterator[str]:
-    """The statements of each folder, how many a test reached, and on request which it did not."""
+    """How many statements each folder has and how many of them a test reached; with `missing`, the others by line."""
     statements: dict[str, int] = defaultdict(int)
     reached: dict[str, int] = defaultdict(int)
     for path in sorted(path for folder in CODE for path in _files(ROOT / folder, ".py")):

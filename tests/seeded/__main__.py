@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python -m seeded [TEXT] [--jobs N]
 
-TEXT: bugs alone whose name, area or file has it. First their tests run without a bug, and must pass. Ends with 1 if a
-bug survived. Kernels of all runs share a cache, which finds them by what they are made from: those of a bug are others.
+With TEXT, only bugs whose name, area or file contains it. First their tests run without a bug, and must pass. The exit
+code is 1 if a bug survived. All runs share a kernel cache, in which a kernel with a bug has a key of its own.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ TIMEOUT = 600.0
 """Seconds after which the tests of one bug are stopped: a bug that makes ranks wait for each other may do that."""
 PYTEST = ("-q", "--tb=short", "-m", "not soak", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 PASSED, FAILED = 0, 1
-"""pytest's exit codes. Others: nothing could be collected, or was."""
+"""pytest's exit codes. With any other code, tests were not found or not run."""
 
 
 class Answer(NamedTuple):
-    """What became of a run of pytest."""
+    """The exit code and the output of a run of pytest."""
 
     code: int
     text: str
 
     @property
     def failed(self) -> list[str]:
-        """The tests that failed; an error before a test is none."""
+        """The tests that failed. An error before a test, e.g. in a fixture, does not count."""
         return re.findall(r"^FAILED (\S+)", self.text, re.MULTILINE)
 
 
 def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m seeded", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("text", nargs="?", default="", help="bugs alone whose name, area or file has this in it")
+    parser.add_argument("text", nargs="?", default="", help="only bugs whose name, area or file contains this")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (2)")
     words = parser.parse_args()
     bugs = [bug for bug in read_bugs() if words.text.lower() in f"{bug.name} {bug.area} {bug.file}".lower()]
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def catch(bug: Bug) -> tuple[Bug, Answer, float]:
-    """The bug's tests, with the bug, up to the first that fails; and how long they took."""
+    """Runs the bug's tests with the bug, up to the first that fails. Also returns the seconds that this took."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="seeded-") as scratch:
         answer = run(Path(scratch), bug, ["-x", *bug.caught_by.split()], TIMEOUT)
@@ -89,7 +89,7 @@ def catch(bug: Bug) -> tuple[Bug, Answer, float]:
 
 
 def run(scratch: Path, bug: Bug | None, words: list[str], timeout: float) -> Answer:
-    """pytest in a copy of the repository that has this bug."""
+    """Runs pytest in a copy of the repository that has this bug."""
     tree = scratch / "tree"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
     KEPT.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def run(scratch: Path, bug: Bug | None, words: list[str], timeout: float) -> Ans
         path = tree / bug.file
         text = path.read_text(encoding="utf-8")
         if text.count(bug.old) != 1:
-            return Answer(-1, f"{bug.file} has the old text {text.count(bug.old)} times: seed this bug anew")
+            return Answer(-1, f"{bug.file} has the old text {text.count(bug.old)} times: update it in bugs.toml")
         path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
     environment = os.environ | {
         "PYTHONPATH": str(tree / "src"),  # before that of the editable install

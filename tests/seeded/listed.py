@@ -14,11 +14,11 @@ AREAS = {
     "kernels": ("templates/", "codegen/"),
     "runtime": ("runtime/",),
 }
-"""By the first of these folders that a bug's file is in."""
+"""The folders of each area. A bug is in the first area that has its file."""
 
 
 class Bug(NamedTuple):
-    """Text in a file of the repository, what to put in its place, and which tests fail then."""
+    """A text in a file of the repository, the text that replaces it, and the tests that then fail."""
 
     name: str
     file: str
@@ -33,5 +33,5 @@ class Bug(NamedTuple):
 
 
 def read_bugs() -> list[Bug]:
-    """Those of bugs.toml."""
+    """The bugs in bugs.toml."""
     return [Bug(**entry) for entry in tomllib.loads(LIST.read_text(encoding="utf-8"))["bug"]]

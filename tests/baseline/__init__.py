@@ -1,4 +1,4 @@
-"""What this repository computes and compiles, written down, so that a refactoring shows that it changed neither.
+"""Digests of what this repository computes and compiles, so that a refactoring can show that it changed neither.
 
 `digests.json` holds short hashes of results and of machine code; `fixtures/` holds files as an earlier version wrote
 them, which must still load and mean the same. `make baseline` compares all of it; `make test` a telling part.

@@ -1,4 +1,4 @@
-"""`python -m baseline check|write`: all digests, compared with the checked-in ones or written anew.
+"""`python -m baseline check|write`: compares all digests with the checked-in ones, or replaces those.
 
     PYTHONPATH=tests python -m baseline check [--only results|code] [--case TEXT]
     PYTHONPATH=tests python -m baseline write [--only results|code] [--new]
@@ -26,14 +26,16 @@ def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m baseline", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("action", choices=["check", "write"])
-    parser.add_argument("--only", choices=["results", "code"], help="this part alone")
-    parser.add_argument("--case", default="", help="check cases alone whose name has this in it")
-    parser.add_argument("--new", action="store_true", help="write the cases alone that have no digest yet")
+    parser.add_argument("--only", choices=["results", "code"], help="only this part")
+    parser.add_argument("--case", default="", help="check only cases whose name contains this")
+    parser.add_argument("--new", action="store_true", help="write only cases that have no digest yet")
     words = parser.parse_args()
     if words.action == "write" and words.case:
         parser.error("write writes all cases")
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as nothing:  # what was tuned here is of no concern
+    with (
+        tempfile.TemporaryDirectory() as nothing
+    ):  # an empty store: results must not depend on what was tuned on this machine
         os.environ.update(EMBFORGE_TUNED_DIR=nothing, EMBFORGE_SHIPPED_DIR=nothing, EMBFORGE_QUIET="1")
         os.environ.pop("EMBFORGE_KERNELS", None)
         failed = _write(words.only, words.new) if words.action == "write" else _check(words.only, words.case)
@@ -79,7 +81,7 @@ def _write(only: str | None, new: bool) -> bool:
             for backend in case.backends:
                 found = case.digests(backend)
                 if lines := differences(results.setdefault(case.name, found), found):
-                    print(message(f"{case.name} on {backend}, beside {case.backends[0]}", lines))
+                    print(message(f"{case.name} on {backend}, compared with {case.backends[0]}", lines))
                     return True
             print(case.name, flush=True)
     if only != "results":

@@ -1,4 +1,4 @@
-"""All cases whose results are written down, and what each comes to on each backend."""
+"""All cases whose results have digests, and how to compute them on each backend."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from baseline.digests import Digests
 from baseline.functional_results import functional_results
 
 BACKENDS = ("reference", "cpu", "simt")
-"""All of them give the same bits, so a case has one digest for all."""
+"""Backends that give the same bits, so a case has one digest for all of them."""
 
 
 @dataclass(frozen=True)
 class ResultCase:
-    """A name, and digests by backend."""
+    """A case: its name, and how its digests are computed on a backend."""
 
     name: str
     run: Callable[[str], Digests]
     quick: bool
     backends: tuple[str, ...] = BACKENDS
     quick_backends: tuple[str, ...] = BACKENDS
-    """Where `make test` runs a quick case."""
+    """The backends on which `make test` runs the case, if it is quick."""
 
     def digests(self, backend: str) -> Digests:
-        """On the CPU with one thread and with two, which must agree."""
+        """Computes the digests; on the CPU with one thread and with two, which must agree."""
         with _threads(1):
             found = self.run(backend)
         if backend == "cpu":
@@ -39,7 +39,7 @@ class ResultCase:
 
 
 def result_cases() -> list[ResultCase]:
-    """All of them."""
+    """All cases with results."""
     modules = [
         ResultCase(
             case.name,

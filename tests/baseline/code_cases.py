@@ -1,4 +1,4 @@
-"""Kernels whose machine code is written down: every template, on several architectures, for every rule."""
+"""Kernels whose machine code has digests: every template, on several architectures, for every rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TUNED = {
     "cuda": ef.CudaParams(block=128, pipeline=(8, 2), vector_bytes=16, id_tile=512, cache_hint="evict_last"),
 }
 COMPILERS: dict[str, Callable[[], str]] = {"cpu": host_compiler, "cuda": cuda_compiler}
-"""What a target's machine code depends on beside its source."""
+"""By target: what its machine code depends on in addition to the source."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _tuned(target: str, arch: str) -> CodeCase:
 
 
 def code_cases() -> list[CodeCase]:
-    """All of them; the quick ones first."""
+    """All cases with machine code; the quick ones first."""
     every = [(target, arch) for target, archs in (("cpu", CPU_ARCHS), ("cuda", CUDA_ARCHS)) for arch in archs]
     return [
         *(_of_spec(target, arch, ONE, "sgd") for target, arch in ONE_ARCH.items()),

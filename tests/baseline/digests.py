@@ -10,7 +10,7 @@ from torch import Tensor
 
 DIGITS = 12
 Digests = dict[str, str]
-"""What a case came to: a short hash by the name of a result."""
+"""The digests of a case: a short hash for each result, by its name."""
 
 
 def short(digest: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Which fixtures there are, and what each one means: asked of the version that wrote them, and of every later one.
+"""The fixtures, and what each one means. Every later version must find the same meaning as the one that wrote them.
 
 A meaning is plain data. `make_fixtures.py` wrote the files and `expected.json`; `test_fixtures.py` compares.
 """
@@ -59,7 +59,7 @@ def served_arguments(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def served_results(model: Any) -> Digests:
-    """What the model answers."""
+    """The model's results."""
     with torch.no_grad():
         answers = [dict(zip(("pooled", "rows"), model(*served_arguments(seed)), strict=True)) for seed in range(3)]
     return digests_of(answers)
@@ -120,7 +120,7 @@ def trained_module() -> ef.EmbeddingCollection:
 
 
 def train_on(module: Any, seeds: range) -> Digests:
-    """Further steps, and what they end with."""
+    """Trains further steps; digests of their results and of the last state."""
     numbers, found = Numbers(32 + seeds.start), []
     for seed in seeds:
         batch: Batch = batch_of(NARROW, KINDS[0], seed)
@@ -133,7 +133,7 @@ def train_on(module: Any, seeds: range) -> Digests:
 
 
 def state_meaning(path: Path) -> Digests:
-    """What training goes on to from a saved state."""
+    """Digests of further training from a saved state."""
     saved = torch.load(path, weights_only=True)
     module = ef.EmbeddingCollection(NARROW, backend="reference", optimizer=RULES["adam decoupled clipped"])
     module.load_state_dict(saved["module"])
@@ -143,7 +143,7 @@ def state_meaning(path: Path) -> Digests:
 
 
 def sharded_meaning(folder: Path) -> Digests:
-    """What a sharded module goes on to from the saved states of its ranks."""
+    """Digests of further training of a sharded module from the saved states of its ranks."""
     found: Digests = {}
     for rank, digests in enumerate(run_ranks(RANKS, _sharded_on_rank, str(folder))):
         found |= {f"rank {rank}, {name}": digest for name, digest in digests.items()}
@@ -169,7 +169,7 @@ def trace_meaning(path: Path) -> dict[str, Any]:
 
 
 def tuned_meaning() -> dict[str, Any]:
-    """What the stores lead to: on the hardware that was measured, on some that is near, and on other hardware."""
+    """The plan fields that the stores give: for the measured hardware, for similar hardware, and for other hardware."""
     near, far = internals.near_and_far_hardware()
     found: dict[str, Any] = {}
     for name, hardware in (("same", internals.HARDWARE), ("near", near), ("far", far)):

@@ -90,7 +90,7 @@ def source_text(plan: PlanOrStages) -> str:
 
 
 def compile_text(plan: PlanOrStages, text: str) -> bytes:
-    """A changed source of the plan, compiled as the plan's own."""
+    """The binary of a changed source, compiled in the way of the plan's own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"kernel{target_named(plan.target).source_suffix}"
         path.write_text(text, encoding="utf-8")
@@ -187,7 +187,7 @@ def tuned_record(spec: ef.CollectionSpec, op: str, rule: str | None, params: dic
 
 
 def chosen(spec: ef.CollectionSpec, op: str, rule: str | None, hardware: Hardware = HARDWARE) -> tuple[Any, str]:
-    """The plan fields that the stores lead to on that hardware, and why."""
+    """The plan fields that the stores give for that hardware, and why."""
     choice = choose(op, "cpu", spec, hardware, rule=rule, traffic=TRAFFIC)
     return choice.params, choice.why
 
@@ -203,7 +203,7 @@ STUDY = "baseline"
 
 
 def study_space() -> Space:
-    """Eight points: two fields, all others as by default."""
+    """A space of eight points: two fields with choices, all others with their defaults."""
     choices = {"prefetch_bytes": (0, 1024, 4096, 16384), "tile_vectors": (4, 8)}
     every = {field.name: choices.get(field.name, (field.default,)) for field in fields(ef.CpuParams)}
     default = ef.CpuParams()
@@ -220,8 +220,8 @@ def study_plan(spec: ef.CollectionSpec, params: Any) -> Plan:
 
 
 def run_study(url: str, spec: ef.CollectionSpec, *, most: int | None = None) -> int:
-    """Searches on in the study of that storage, over times that are given; how many trials it finished. Its trials
-    do not say on which machine that was."""
+    """Continues the study in that storage with fixed times, and returns how many trials it finished. The trials
+    do not name this machine."""
     space = study_space()
     times = {
         params: WrongAnswer("given") if number == 3 else {"uniform,batch=64": 1e-4 * (1 + number / 8)}
@@ -245,7 +245,7 @@ def database_bytes(path: Path) -> bytes:
 
 
 def study_outcomes(url: str) -> dict[str, dict[str, Any]]:
-    """By a trial's number: its point and what came of it, as plain data."""
+    """By the number of a trial: its point and its outcome, as plain data."""
     trials = Trials(open_storage(url), STUDY, study_space())
     return {
         str(number): {"params": dict(vars(params)), "kind": outcome.kind, "score": getattr(outcome, "score", None)}
@@ -255,14 +255,14 @@ def study_outcomes(url: str) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _OracleAt:
-    """All that an oracle's file is read and written by."""
+    """The part of an oracle that reading and writing its file needs."""
 
     table_file: Path
     train: str | None = None
 
 
 def write_oracle_file(path: Path) -> None:
-    """A space that was measured whole, as benchmarks keep it."""
+    """Writes a space of which every point was measured, in the format of benchmarks/oracles."""
     points = study_space().points
     ratios = {params: 0.75 + number / 16 for number, params in enumerate(points)}
     facts = {"hardware": asdict(HARDWARE), "versions": {"embforge": "0.1.0"}, "rounds": 40}

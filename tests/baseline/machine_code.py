@@ -1,4 +1,4 @@
-"""Digests of machine code: of what a processor executes and reads, and of nothing that a name or a comment changes.
+"""Digests of machine code: what a processor executes and reads counts, names and comments do not.
 
 Symbol names, line information and addresses of whole sections are left out, so renaming a kernel, a table or a C++
 function and rewriting comments keep a digest; any other instruction, register count or constant changes it.
@@ -14,7 +14,7 @@ from baseline.digests import short
 from baseline.elf import NOBITS, Section, functions_called_by_table, relocations_in, sections_of
 
 RELATIVE = {62: 8, 183: 1027}
-"""By processor (x86-64, aarch64): the type of relocations that say where something of the same library lies."""
+"""By processor (x86-64, aarch64): the type of relocations that hold an address in the same library."""
 CUDA_MACHINE = 190
 CONSTANTS = (".rodata", ".data.rel.ro", ".init_array", ".tdata")
 WORD_BYTES = 8
@@ -32,9 +32,9 @@ def code_digest(binary: bytes) -> str:
 
 
 def _cubin_digest(sections: Sequence[Section]) -> str:
-    """Kernels are told apart by their code, because the order of sections follows the names of symbols."""
+    """A digest that does not depend on the order of kernels, which follows the names of symbols."""
     kernels = {s.name.removeprefix(".text."): s for s in sections if s.name.startswith(".text.")}
-    beside = {name: hashlib.sha256() for name in kernels}
+    other_sections = {name: hashlib.sha256() for name in kernels}
     shared: list[bytes] = []
     for section in sections:
         owner = next((name for name in kernels if section.name.endswith(f".{name}")), None)
@@ -42,19 +42,19 @@ def _cubin_digest(sections: Sequence[Section]) -> str:
             if section.name.startswith((".nv.constant", ".nv.global")) and section.name != ".nv.constant4":
                 shared.append(f"{section.name} {section.size} ".encode() + section.data)
         elif section.name.startswith(".nv.shared."):
-            beside[owner].update(f"shared {section.size} ".encode())
+            other_sections[owner].update(f"shared {section.size} ".encode())
         elif section.name.startswith(".nv.constant"):
-            beside[owner].update(f"{section.name.removesuffix(owner)} {section.size} ".encode() + section.data)
+            other_sections[owner].update(f"{section.name.removesuffix(owner)} {section.size} ".encode() + section.data)
     codes = []
     for name, section in kernels.items():
         registers = section.info >> 24
-        codes.append(_hash([f"registers {registers} ".encode(), beside[name].digest(), section.data]))
+        codes.append(_hash([f"registers {registers} ".encode(), other_sections[name].digest(), section.data]))
     size = sum(section.size for section in kernels.values())
     return f"{short(_hash([*sorted(codes), *shared]))} ({len(kernels)} kernels, {size} bytes)"
 
 
 def _library_digest(sections: Sequence[Section], relative: int) -> str:
-    """Code, constants and initialised data; what the linker fills in by address is taken relative to its section."""
+    """A digest of code, constants and initialised data. Addresses from the linker count relative to their section."""
     relocations = [entry for s in sections if s.name == ".rela.dyn" for entry in relocations_in(s)]
     filled = {offset for offset, kind, _ in relocations if kind == relative}
     parts = [_named(s, _without(s, filled)) for s in sections if s.name in CONSTANTS]
@@ -83,8 +83,8 @@ def _without(section: Section, addresses: set[int]) -> bytes:
 
 
 def _with_names_of_calls(code: Section, functions: dict[int, str]) -> bytes:
-    """x86-64 code whose calls and jumps by table hold a hash of what they lead to as their distance: the order of
-    functions in the linker's table follows their names."""
+    """x86-64 code in which a hash of the called function replaces the distance of each call or jump into the linker's
+    table, because the order of functions in that table follows their names."""
     changed = bytearray(code.data)
     for at in range(1, len(changed) - 3):
         if code.data[at - 1] in CALLS:
@@ -96,7 +96,7 @@ def _with_names_of_calls(code: Section, functions: dict[int, str]) -> bytes:
 
 
 def _place(sections: Sequence[Section], address: int) -> str:
-    """An address by its section and the distance from its begin."""
+    """An address by its section and the distance from its start."""
     for section in sections:
         if section.address and section.address <= address < section.address + max(1, section.size):
             return f"{section.name}+{address - section.address}"

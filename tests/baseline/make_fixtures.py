@@ -1,6 +1,6 @@
 """Writes the fixtures: `PYTHONPATH=tests python -m baseline.make_fixtures [NAME ...]`, from the repository's root.
 
-What is checked in was written by the version in front of the refactoring, and is kept as it is. A later version adds
+The checked-in files were written by the version before the refactoring and stay unchanged. A later version adds
 fixtures of its own under new names (a writer here, a meaning in `fixture_files.py`) and writes those alone.
 """
 
@@ -77,7 +77,7 @@ pooling = "sqrtn"
 
 
 def specs() -> Any:
-    """Spec files: one by hand, others as `to_toml` writes them."""
+    """Spec files: one written by hand, the others by `to_toml`."""
     (FOLDER / "specs").mkdir(exist_ok=True)
     (FOLDER / "specs" / "every_field.toml").write_text(EVERY_FIELD, encoding="utf-8")
     for spec in (MIX, HALF):
@@ -181,7 +181,7 @@ def studies() -> Any:
 
 
 def oracle() -> Any:
-    """A space that was measured whole."""
+    """A space of which every point was measured."""
     internals.write_oracle_file(FOLDER / "oracle.json")
     return internals.oracle_in_file(FOLDER / "oracle.json")
 
@@ -215,7 +215,7 @@ def cache_entry() -> Any:
 
 
 def manifest() -> Any:
-    """What `embforge gen` lists; the sources beside it are not kept."""
+    """The manifest that `embforge gen` writes; the sources next to it are not kept."""
     plans_of_one = files.kernels_of_one()
     with tempfile.TemporaryDirectory() as folder:
         internals.gen(list(plans_of_one.values()), Path(folder))

@@ -119,4 +119,4 @@ QUICK = {
     "training of mix by adam": ("reference", "cpu", "simt"),
     "training of narrow by lamb": ("reference",),
 }
-"""What `make test` runs, by case: backends whose kernels are worth their compilation there."""
+"""By case: the backends on which `make test` runs it. Other kernels would take too long to compile there."""

@@ -11,15 +11,15 @@ from baseline.digests import Digests
 
 FILE = Path(__file__).with_name("digests.json")
 SHOWN = 8
-"""Differences that a message lists."""
+"""How many differences a message lists."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the file holds."""
+    """The contents of the file."""
 
     compilers: dict[str, str]
-    """By target: what its machine code was made by."""
+    """By target: the compiler of its recorded machine code."""
     code: dict[str, Digests]
     results: dict[str, Digests]
 
@@ -45,6 +45,6 @@ def differences(recorded: Digests, found: Digests) -> list[str]:
 
 
 def message(case: str, lines: list[str]) -> str:
-    """The differences of one case, for people."""
+    """The differences of one case as a message."""
     more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n  ".join([f"{case}: not as in {FILE.name}", *lines[:SHOWN], *more])

@@ -58,13 +58,13 @@ class ShardedCase:
 
     name: str
     optimizer: str
-    """A name of RULES."""
+    """A key of RULES."""
     options: tuple[tuple[str, Any], ...] = ()
     formats: tuple[str | None, str | None] = (None, None)
-    """On the wire, of results and of gradients."""
+    """The number formats in which results and gradients travel between ranks."""
     spec: ef.CollectionSpec = SPEC
     weight_gradients: bool = False
-    """Whether per-sample weights are given gradients, too."""
+    """Whether per-sample weights get gradients, too."""
 
 
 CASES = (
@@ -127,7 +127,7 @@ def sharded_module(case: ShardedCase, backend: Any) -> ef.sharded.ShardedEmbeddi
 
 
 def train_on_rank(rank: int, size: int, case: ShardedCase, backend: str) -> Digests:
-    """What one rank sees."""
+    """Digests of the training of one rank."""
     module = sharded_module(case, backend)
     found = []
     for step in range(STEPS):

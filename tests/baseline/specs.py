@@ -76,7 +76,7 @@ LATER = ef.CollectionSpec(
 )
 """The format and the pooling that came after these."""
 ONE = ef.CollectionSpec([ef.TableSpec("t", 40, 8, "bf16")], [ef.FeatureSpec("f", "t")], name="one")
-"""The least, for what must be quick."""
+"""The smallest spec, for cases that must be quick."""
 
 SIGNUM = optim.custom(
     "signum",

@@ -42,15 +42,15 @@ def stage_results(backend: str, formats: Sequence[str]) -> Digests:
 def _run(
     backend: str, formats: Sequence[str], stage: str, arguments: dict[str, Any], results: Sequence[str]
 ) -> dict[str, Tensor]:
-    """A stage on copies of its arguments; the named ones, as it left them."""
+    """Runs a stage on copies of its arguments and returns the named ones as the stage left them."""
     own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     made.loaded(backend, formats).run(stage, **own)
     return {f"{stage}: {name}": own[name] for name in results}
 
 
 def _bucketing(backend: str, formats: Sequence[str], *, plain: bool) -> dict[str, Tensor]:
-    """`count` and `fill`. Where equal ids are merged and pools asked for, their order is not defined: then what it
-    leads to counts."""
+    """`count` and `fill`. If equal ids are merged and single pools requested, their order is not defined; then only
+    values that do not depend on it count."""
     case = made.Case(FEATURES, LENGTHS, seed=4, bounds=1, merge=int(not plain), bad=0.1, asks=not plain)
     result = made.bucketed(case, formats)
     stages = made.loaded(backend, formats)

@@ -1,4 +1,4 @@
-"""Results and machine code are those of `digests.json`; a telling part here, all of it in the soak."""
+"""Results and machine code have the digests of `digests.json`: quick cases in `make test`, all cases in `make soak`."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def check_code(case: CodeCase) -> None:
 
 
 @pytest.mark.parametrize(("case", "backend"), result_parameters(quick=True))
-def test_quick_results(case: ResultCase, backend: str) -> None:
+def test_results_of_quick_cases_have_their_digests(case: ResultCase, backend: str) -> None:
     compare(case.name, RECORDED.results[case.name], case.digests(backend))
 
 
 @pytest.mark.parametrize("case", code_parameters(quick=True))
-def test_quick_machine_code(case: CodeCase) -> None:
+def test_machine_code_of_quick_cases_has_its_digests(case: CodeCase) -> None:
     check_code(case)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("case", "backend"), result_parameters(quick=False))
-def test_all_results(case: ResultCase, backend: str) -> None:
+def test_results_of_all_cases_have_their_digests(case: ResultCase, backend: str) -> None:
     compare(case.name, RECORDED.results[case.name], case.digests(backend))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", code_parameters(quick=False))
-def test_all_machine_code(case: CodeCase) -> None:
+def test_machine_code_of_all_cases_has_its_digests(case: CodeCase) -> None:
     check_code(case)
 
 
@@ -65,7 +65,7 @@ def test_the_file_holds_exactly_the_cases() -> None:
     assert FILE.read_text(encoding="utf-8") == RECORDED.to_json()
 
 
-def test_a_difference_is_told_by_name() -> None:
+def test_a_difference_is_listed_with_its_name() -> None:
     recorded = {"a": "1", "b": "2", "gone": "3"}
     assert differences(recorded, recorded) == []
     lines = differences(recorded, {"a": "1", "b": "9", "new": "4"})

@@ -1,4 +1,4 @@
-"""Files of an earlier version load and mean what they meant. What must change is said in CHANGELOG.md."""
+"""Files of an earlier version load and mean what they meant. CHANGELOG.md names intended changes."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_plans_text_rebuilds_it(name: str) -> None:
     assert plan_meaning(PLANS["plans"][name]) == EXPECTED["plans"]["plans"][name]
 
 
-def test_the_text_of_several_rules_names_their_parts() -> None:
+def test_the_text_of_an_update_by_several_rules_lists_its_kernels() -> None:
     found = [list(part) for part in internals.parts_of_grouped(PLANS["grouped"])]
     assert found == EXPECTED["plans"]["grouped"]
 
 
 @pytest.mark.parametrize("name", PLANS["exported"])
-def test_an_exported_lookup_says_the_same(name: str) -> None:
+def test_an_exported_lookup_has_the_same_fields(name: str) -> None:
     assert exported_meaning(PLANS["exported"][name]) == EXPECTED["plans"]["exported"][name]
 
 
@@ -62,7 +62,7 @@ def test_torchs_operator_takes_the_texts_that_graphs_hold() -> None:
         assert lookup_by_operator(text) == EXPECTED["plans"]["lookup"]
 
 
-def test_an_exported_program_runs_and_answers_the_same() -> None:
+def test_an_exported_program_runs_with_the_same_results() -> None:
     if _numbers(torch.__version__) < _numbers(EXPECTED["serving"]["torch"]):
         pytest.skip(NEWER_TORCH)
     model = torch.export.load(FOLDER / "serving.pt2").module()
@@ -77,22 +77,22 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-def test_training_goes_on_from_a_state_dict() -> None:
+def test_training_continues_from_a_state_dict() -> None:
     assert state_meaning(FOLDER / "state.pt") == EXPECTED["states"]
 
 
-def test_sharded_training_goes_on_from_the_state_dicts_of_its_ranks() -> None:
+def test_sharded_training_continues_from_the_state_dicts_of_its_ranks() -> None:
     assert sharded_meaning(FOLDER) == EXPECTED["sharded_states"]
 
 
-def test_tuned_results_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_tuned_results_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBFORGE_TUNED_DIR", str(FOLDER / "tuned"))
     found = {name: _without_words(choice) for name, choice in tuned_meaning().items()}
     assert found == {name: _without_words(choice) for name, choice in EXPECTED["tuned"].items()}
 
 
 def _without_words(choice: dict[str, Any]) -> dict[str, Any]:
-    """The sentence that explains a choice may be worded anew; whether a result decided may not change."""
+    """The words that explain a choice may change; whether a tuned result decided may not."""
     return {"params": choice["params"], "default": choice["why"].startswith("default")}
 
 
@@ -105,7 +105,7 @@ def test_a_study_is_resumed(name: str, tmp_path: Path) -> None:
     assert EXPECTED["studies"].items() <= internals.study_outcomes(url).items()
 
 
-def test_an_oracle_is_read() -> None:
+def test_an_oracle_has_the_same_contents() -> None:
     assert internals.oracle_in_file(FOLDER / "oracle.json") == EXPECTED["oracle"]
 
 
@@ -113,7 +113,7 @@ def test_a_trace_gives_the_same_batches() -> None:
     assert trace_meaning(FOLDER / "trace.npz") == EXPECTED["trace"]
 
 
-def test_files_of_a_rule_and_of_a_shard_plan_are_read() -> None:
+def test_files_of_a_rule_and_of_a_shard_plan_mean_the_same() -> None:
     rule = internals.rule_in_file(FOLDER / "rule.json")
     assert rule == RULES["signum"].update and rule.to_dict() == _plain(EXPECTED["rule_and_shard_plan"]["rule"], rule)
     plan = ef.sharded.ShardPlan.from_dict(json.loads((FOLDER / "shard_plan.json").read_text(encoding="utf-8")))

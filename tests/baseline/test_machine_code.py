@@ -1,4 +1,4 @@
-"""A digest of machine code changes with the code, and with no name or comment."""
+"""A digest of machine code changes with the code, but not with names or comments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baseline.specs import ONE, RULES
 
 
 def renamed_kernel(text: str, symbol: str) -> str:
-    """So long a name that the tables of symbols grow by a page of memory."""
+    """The text with a name for the kernel so long that the symbol tables grow by a page of memory."""
     return text.replace(symbol, f"zz_{symbol}_" + "long_" * 1000)
 
 
@@ -38,7 +38,7 @@ CHANGES: tuple[Callable[[str, str], str], ...] = (renamed_kernel, renamed_functi
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_names_and_comments_change_nothing_and_code_does(target: str) -> None:
+def test_code_changes_a_digest_and_names_and_comments_do_not(target: str) -> None:
     if target == "cuda":
         pytest.importorskip("cuda.core")
     plan = kernel_plans(ONE, target, ONE_ARCH[target], RULES["sgd"])["backward"]
@@ -54,7 +54,7 @@ def test_names_and_comments_change_nothing_and_code_does(target: str) -> None:
     assert code_digest(compile_text(other, source_text(other))) != digest
 
 
-def test_digests_of_tensors_know_every_bit_but_those_of_nans() -> None:
+def test_digests_of_tensors_depend_on_every_bit_except_those_of_nans() -> None:
     zero, one = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
     assert digest_of([zero]) == digest_of([zero.clone()]) != digest_of([one])
     assert digest_of([zero]) != digest_of([zero.reshape(1, 2)]) != digest_of([zero.to(torch.float64)])

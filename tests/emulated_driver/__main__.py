@@ -9,7 +9,7 @@ from emulated_driver import control
 
 
 def main() -> int:
-    """Loads the driver before anybody looks for one."""
+    """Loads the driver before cuda-python looks for one, then runs the module."""
     control.load()
     result = importlib.import_module(sys.argv[1]).main(sys.argv[2:])
     return int(result)

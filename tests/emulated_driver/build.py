@@ -17,12 +17,12 @@ TESTS = HERE.parent
 SIMT = TESTS.parent / "templates" / "emulator"
 FLAGS = ("-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-fPIC", "-shared")
 LINKED = ("-fvisibility=hidden", "-Wl,-z,defs", "-Wl,-soname,libcuda.so.1")
-"""A library that has this name already is the one that cuda-python finds when it asks for it."""
+"""cuda-python asks for a library of this name and gets the one that is already loaded under it."""
 
 CONSENT = "EMBFORGE_EMULATED_DRIVER"
-"""Describes the devices. The driver starts only where it is set."""
+"""A variable that describes the devices. The driver starts only if it is set."""
 SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
-"""Of a real driver: where one of these files is, ours refuses to start."""
+"""Files of a real driver. On a machine that has one of them, the emulated driver refuses to start."""
 LIBRARY = "EMBFORGE_EMULATED_LIBRARY"
 """Path of the library, for `__main__`."""
 
@@ -60,12 +60,12 @@ def devices_of(arch: str) -> str:
 
 
 def environment(arch: str = "sm_90") -> dict[str, str]:
-    """Of a process that sees devices of that architecture."""
+    """The environment of a process that sees devices of that architecture."""
     return {
         **os.environ,
         CONSENT: devices_of(arch),
         LIBRARY: str(driver_library()),
-        # Bytes behind a block are garbage: an argument that is passed narrower than the kernel takes it is seen.
+        # Fills the bytes after a block with garbage, so that an argument narrower than the kernel takes is noticed.
         "PYTHONMALLOC": "debug",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),

@@ -40,7 +40,7 @@ PLAN = Plan("forward", "cuda", "sm_90", "int64", SPEC, CudaParams(long_bag=256))
 
 @cache
 def image(plan: Plan = PLAN) -> bytes:
-    """What stands in for the plan's cubin."""
+    """The SIMT image that replaces the plan's cubin."""
     return build(replace(plan, target="simt")).binary.read_bytes()
 
 
@@ -76,7 +76,7 @@ def assert_same_bits(got: Tensor, want: Tensor) -> None:
 
 
 def given(case: Case, seed: int = 0, device: torch.device = DEVICE, special: bool = False) -> Given:
-    """A batch of SPEC that looks for trouble."""
+    """A batch of SPEC with edge cases."""
     return _given(draw_batch(SPEC, case, seed), seed, device, special)
 
 
@@ -124,5 +124,5 @@ BAD_ID = r"feature 'mean': id 77 of sample 1, position 0 is not a row of table '
 
 
 def untouched(tensor: Any) -> bool:
-    """Whether nobody has written to fresh device memory yet."""
+    """Whether fresh device memory has not been written to yet."""
     return bool((tensor.inner.view(torch.uint8) == 0xEB).all())

@@ -17,7 +17,7 @@ from emulated_driver.trained import FEW, MANY, REDUCE, USUAL, WEIGHTS, Training,
 
 
 def launches_of(kernel: Any, here: Training, case: Case = USUAL) -> int:
-    """Of one update."""
+    """The number of launches of one update."""
     before = control.launches()
     here.both(kernel, batch_of(case))
     return control.launches() - before

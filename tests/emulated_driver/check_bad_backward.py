@@ -1,4 +1,4 @@
-"""The CUDA launcher's backward on the emulated driver: whatever goes wrong reaches the caller, and changes nothing."""
+"""The CUDA launcher's backward on the emulated driver: every error reaches the caller, and no row changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from emulated_driver.trained import BAD_ID, FEW, MANY, Training, bad_batch, batc
 # ---- What kernels find wrong with a batch
 
 
-def test_a_bad_batch_changes_nothing_and_check_tells_once(backward: Any) -> None:
+def test_a_bad_batch_changes_nothing_and_check_raises_once(backward: Any) -> None:
     here = Training()
     here.both(backward, batch_of(FEW))
     with here.unchanged():
@@ -34,7 +34,7 @@ def test_a_bad_batch_changes_nothing_and_check_tells_once(backward: Any) -> None
 
 
 def test_only_the_bad_batch_is_skipped(backward: Any) -> None:
-    """Also if the host is ahead of the device, and so does not know of it."""
+    """Also if the host is ahead of the device and so does not know yet that the batch is bad."""
     here, other, good, bad = Training(), Training(seed=1), batch_of(FEW), bad_batch()
     here.both(backward, good)
     queue = [
@@ -101,7 +101,7 @@ def test_gradients_of_weights_report_bad_ids(weight_gradient: Any) -> None:
         weight_gradient.check()
 
 
-def test_a_bad_replay_is_skipped_and_told(backward: Any) -> None:
+def test_a_bad_replay_is_skipped_and_reported(backward: Any) -> None:
     here, good, bad = Training(), batch_of(FEW), bad_batch()
     here.both(backward, good)
     torch.cuda.synchronize(DEVICE)
@@ -131,7 +131,7 @@ def test_a_batch_past_what_kernels_count_is_refused(backward: Any, monkeypatch: 
 
 
 def test_without_memory_nothing_changes(backward: Any) -> None:
-    """Whichever of its tensors is the one that there is no room for."""
+    """Whichever of its tensors is the one that does not fit into memory."""
     here, batch = Training(), batch_of(MANY)
     here.both(backward, batch)
     given = placed(batch, here.gradients(batch), DEVICE)
@@ -163,7 +163,7 @@ def test_without_memory_for_the_code_nothing_changes(backward: Any) -> None:
     here.assert_right()
 
 
-def test_without_memory_for_the_news_nothing_changes(backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_the_status_words_nothing_changes(backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(words: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no pinned memory")
 

@@ -27,14 +27,14 @@ def test_check_raises_what_went_wrong_once(forward: CudaForward) -> None:
     forward.check()
 
 
-def test_the_next_call_raises_once_the_news_have_arrived(forward: CudaForward) -> None:
+def test_the_next_call_raises_once_the_status_has_arrived(forward: CudaForward) -> None:
     good, bad = given(Case(4, "one")), bad_id()
     good.call(forward)
     forward.check()
     metadata_of(bad.device_tables, "error")
     with control.setting(patience=3):
         bad.call(forward)
-        for _ in range(3):  # the device is not so far, and nobody waits for it
+        for _ in range(3):  # the device has not come to it, and this call does not wait
             assert untouched(good.call(forward)[0])
         before = control.launches()
         with pytest.raises(IndexError, match=BAD_ID):
@@ -92,7 +92,7 @@ def test_modes_do_not_share_their_status(forward: CudaForward) -> None:
 
 
 class Lock:
-    """A lock that tells when somebody has to wait for it."""
+    """A lock that notes when a thread has to wait for it."""
 
     def __init__(self, waiting: threading.Event) -> None:
         self._lock, self._waiting = threading.Lock(), waiting
@@ -107,9 +107,9 @@ class Lock:
 
 
 def meanwhile(forward: CudaForward, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> threading.Thread:
-    """A thread that acts once, after somebody has waited for the device and before that one goes on.
+    """Runs an action once in another thread, just after a thread has waited for the device.
 
-    That one goes on when the thread is done, or waits for a lock that is held.
+    The thread that waited continues when the action is done or waits for a lock that is held.
     """
     over = threading.Event()
     for watch in forward._watches.values():
@@ -145,7 +145,7 @@ def wipe_in_check(forward: CudaForward, good: Given) -> None:
 
 
 @pytest.mark.parametrize("wipe", [wipe_in_a_call, wipe_in_check])
-def test_a_mistake_is_not_told_twice_if_another_thread_calls_while_it_is_wiped(
+def test_an_error_is_not_raised_twice_if_another_thread_calls_while_it_is_wiped(
     forward: CudaForward, monkeypatch: pytest.MonkeyPatch, wipe: Callable[[CudaForward, Given], None]
 ) -> None:
     good = given(Case(4, "one"))

@@ -70,7 +70,7 @@ def memory(device: core.Device) -> int:
 
 
 def read(address: int) -> numpy.ndarray[Any, Any]:
-    """What is there now, past the driver: it waits for nobody."""
+    """The memory as it is now, read without the driver and so without waiting for any work."""
     return numpy.ctypeslib.as_array((ctypes.c_int * WORDS).from_address(address)).copy()
 
 
@@ -193,7 +193,7 @@ def test_copies_to_pinned_memory_wait_in_the_stream(device: core.Device, kernels
     assert (read(pinned) == 3).all()
 
 
-def test_memory_has_an_end(device: core.Device, memory: int) -> None:
+def test_memory_of_a_device_is_limited(device: core.Device, memory: int) -> None:
     with control.setting(memory=control.memory_used() + 1000):
         held = driver_call("cuMemAlloc", 600)
         refused("OUT_OF_MEMORY", "cuMemAlloc", 600)
@@ -218,7 +218,7 @@ def test_memory_given_back_in_a_stream_lives_until_then(device: core.Device, ker
 # ---- Kernels
 
 
-def test_a_kernel_tells_what_it_takes(device: core.Device, kernels: Any) -> None:
+def test_a_kernel_reports_the_resources_that_it_takes(device: core.Device, kernels: Any) -> None:
     add, narrow = kernels.get_kernel("add"), kernels.get_kernel("narrow")
     assert [(info.offset, info.size) for info in add.arguments_info] == [(0, 8), (8, 4)]
     assert narrow.attributes.max_threads_per_block == 64
@@ -284,7 +284,7 @@ def test_the_same_code_may_be_loaded_twice(device: core.Device, memory: int) -> 
 # ---- Mistakes
 
 
-def test_handles_that_nobody_gave_are_refused(device: core.Device, kernels: Any, memory: int) -> None:
+def test_unknown_handles_are_refused(device: core.Device, kernels: Any, memory: int) -> None:
     refused("INVALID_HANDLE", "cuStreamSynchronize", 0x5EED)
     refused("INVALID_HANDLE", "cuEventQuery", 0x5EED)
     refused("INVALID_HANDLE", "cuLibraryGetKernel", 0x5EED, b"add")
@@ -320,7 +320,7 @@ def test_devices_do_not_reach_each_others_memory_or_streams(device: core.Device,
         ("divided", 0, "LAUNCH_FAILED", "divergent-barrier"),
     ],
 )
-def test_a_kernel_that_goes_wrong_is_heard_of_at_the_next_wait_and_ever_after(
+def test_a_kernel_with_a_bug_fails_the_next_wait_and_every_later_call(
     device: core.Device, kernels: Any, memory: int, name: str, address: int, error: str, said: str
 ) -> None:
     stream, more = device.create_stream(), (numpy.int32(3),) if name == "add" else ()
@@ -334,14 +334,14 @@ def test_a_kernel_that_goes_wrong_is_heard_of_at_the_next_wait_and_ever_after(
     control.restart()
 
 
-def test_host_memory_is_none_of_the_devices(device: core.Device, kernels: Any) -> None:
+def test_kernels_cannot_use_host_memory(device: core.Device, kernels: Any) -> None:
     host = numpy.zeros(WORDS, numpy.int32)
     launch(device.default_stream, kernels, "add", host.ctypes.data, numpy.int32(3))
     refused("ILLEGAL_ADDRESS", "cuCtxSynchronize")
     control.restart()
 
 
-def test_memory_that_nobody_wrote_is_not_to_be_read(device: core.Device, kernels: Any) -> None:
+def test_a_read_of_memory_that_was_never_written_is_a_bug(device: core.Device, kernels: Any) -> None:
     address = int(driver_call("cuMemAlloc", 4 * WORDS))
     launch(device.default_stream, kernels, "add", address, numpy.int32(3))
     refused("LAUNCH_FAILED", "cuCtxSynchronize")
@@ -361,9 +361,9 @@ def test_it_refuses_where_a_real_driver_is(tmp_path: Path, sign: str) -> None:
     assert f"{sign} exists".encode() in control.load().emulated_refusal(bytes(tmp_path))
 
 
-def test_entry_points_that_are_missing_are_not_there() -> None:
+def test_missing_entry_points_are_refused() -> None:
     with pytest.raises(Exception, match="cuEventElapsedTime"):
-        driver.cuEventElapsedTime(0, 0)  # nobody gets a time that nobody measured
+        driver.cuEventElapsedTime(0, 0)  # no caller gets a time that was not measured
 
 
 # ---- torch's operations
@@ -374,7 +374,7 @@ def test_a_sort_waits_for_its_turn_in_the_stream() -> None:
     found, order = (torch.empty(3, dtype=torch.int64, device="cuda") for _ in range(2))
     torch.sort(keys, stable=True, out=(found, order))
     assert untouched(found)
-    keys.copy_(torch.tensor([5, 9, 7], device="cuda"))  # behind the sort
+    keys.copy_(torch.tensor([5, 9, 7], device="cuda"))  # queued after the sort
     assert found.tolist() == [1, 2, 3]
     assert order.tolist() == [1, 2, 0]
 
@@ -384,7 +384,7 @@ def test_an_operation_on_memory_that_is_gone_spoils_the_device(capfd: pytest.Cap
     with torch_cuda.side_stream() as other:
         heads = torch.ones(4, dtype=torch.int32, device="cuda")
     torch.cumsum(heads, 0, dtype=torch.int32, out=sums)
-    del heads  # its own stream has no use for it any more
+    del heads  # its own stream does not use it any more
     torch.empty(1, device="cuda")
     with torch.cuda.device(0):
         other.synchronize()

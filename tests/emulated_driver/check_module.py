@@ -18,7 +18,7 @@ OPTIMIZER = ef.optim.RowwiseAdam(lr=0.1)
 
 
 def trained(device: str, optimizer: Any = OPTIMIZER) -> ef.EmbeddingCollection:
-    """Equal ones, wherever they are. On the CPU it is the reference that trains."""
+    """A module with the same numbers on any device. On the CPU the reference trains it."""
     torch.manual_seed(3)
     made = ef.EmbeddingCollection(SPEC, "cpu", "reference", optimizer=optimizer)
     if device == "cpu":
@@ -53,7 +53,7 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @pytest.fixture(params=["plain", "operator"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a call: as in plain eager code, or through the operator, as where somebody must see it."""
+    """How a call is made: as in plain eager code, or through the operator, as if a part of torch must see it."""
     if request.param == "operator":
         for module in (collection, id_resolution):
             monkeypatch.setattr(module, "must_dispatch", lambda values: True)
@@ -102,7 +102,7 @@ def test_a_bad_id_is_raised_by_check_of_the_module() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_an_update_by_two_rules_is_whole_or_none() -> None:
-    """Also the one that raises what an earlier batch had wrong, and its repetition."""
+    """Also an update that raises the error of an earlier batch, and its repetition."""
     rules = {"b": OPTIMIZER, "a": ef.optim.SGD(lr=0.3)}
     there, here = trained("cuda", rules), trained("cpu", rules)
     for module in (there, here):

@@ -1,4 +1,4 @@
-"""The CUDA launcher on the emulated driver: what the driver refuses is told with its reason and a remedy."""
+"""The CUDA launcher on the emulated driver: a refusal of the driver is an error with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_code_for_an_older_minor_runs(forward: CudaForward) -> None:
 
 @pytest.mark.parametrize("code", [b"nothing that a driver knows", b"\x7fELF" + bytes(100)])
 def test_damaged_code_is_refused(code: bytes) -> None:
-    with pytest.raises(LaunchError, match=r"damaged or of another version; make it anew .*INVALID_IMAGE"):
+    with pytest.raises(LaunchError, match=r"damaged or of another version; make it .*INVALID_IMAGE"):
         given(Case(4)).call(CudaForward(PLAN, code))
 
 
@@ -63,7 +63,7 @@ def test_code_without_the_kernel_is_refused(forward: CudaForward) -> None:
         given_long().call(forward)
 
 
-def test_no_memory_for_the_code(forward: CudaForward) -> None:
+def test_no_memory_for_the_code_is_an_error_with_a_remedy(forward: CudaForward) -> None:
     here = given(Case(4))
     with control.setting(memory=control.memory_used() + 65536), pytest.raises(LaunchError, match="no memory left"):
         here.call(forward)
@@ -95,7 +95,7 @@ def test_a_device_without_that_much_shared_memory(forward: CudaForward, monkeypa
 
 
 def forge(monkeypatch: pytest.MonkeyPatch, change: dict[str, int]) -> None:
-    """Makes a call launch its first kernel otherwise."""
+    """Changes the launch of a call's first kernel."""
 
     def forged(*words: Any) -> Any:
         work = launch_of(*words)
@@ -105,7 +105,7 @@ def forge(monkeypatch: pytest.MonkeyPatch, change: dict[str, int]) -> None:
 
 
 def test_a_kernel_that_goes_wrong_spoils_the_device(forward: CudaForward) -> None:
-    """As on a GPU: nobody knows before somebody waits, and then everybody."""
+    """As on a GPU: no call fails until one waits for the device, and from then on every call fails."""
     good = given(Case(4, "one"))
     good.call(forward, "unchecked")
     bad_id(1000).call(forward, "unchecked")
@@ -134,7 +134,7 @@ def test_a_launch_after_a_kernel_went_wrong_says_so(forward: CudaForward, monkey
     control.restart()
 
 
-def test_an_error_that_nobody_expects_accuses_nobody(forward: CudaForward, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_error_blames_no_cause(forward: CudaForward, monkeypatch: pytest.MonkeyPatch) -> None:
     good = given(Case(4, "one"))
     good.call(forward)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch_cuda.Stream(0x5EED))
@@ -149,7 +149,7 @@ def test_every_error_with_a_reason_is_one_of_the_drivers() -> None:
     assert set(REASONS) <= set(driver.CUresult.__members__)
 
 
-def test_other_errors_are_told_by_their_own_message(forward: CudaForward, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_keep_the_message_of_the_driver(forward: CudaForward, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward._core, "launch", lambda *words: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         given(Case(4)).call(forward)

@@ -47,7 +47,7 @@ def test_ids_become_rows_on_the_device() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in found)
 
 
-def test_an_unknown_id_is_told_later_and_trains_nothing() -> None:
+def test_an_unknown_id_is_reported_later_and_trains_nothing() -> None:
     module = made("cuda")
     before = {name: entry.cpu() for name, entry in module.state_dict().items()}
     for wrong in (83, -9):

@@ -27,14 +27,14 @@ CASE = Case(
     merge=1,
     asks=True,
 )
-"""Of the three bags of one id at least two are equal."""
+"""Three bags of one id, at least two of which are equal."""
 OTHER = replace(CASE, seed=7)
 RESULTS = ("lengths", "slots", "pools", "divisors", "header", "mistake")
 
 
 @pytest.fixture
 def stages() -> Any:
-    """A launcher that nobody has used yet."""
+    """A launcher that has not been used yet."""
     from embforge.launch.cuda.stages import CudaStages  # now: another one may have been put there
 
     return CudaStages(PLAN, build(replace(PLAN, target="simt")).binary.read_bytes())
@@ -101,7 +101,7 @@ def test_a_captured_count_is_replayed_on_other_ids(stages: Any) -> None:
             assert_counted(here, case)
 
 
-def test_pools_that_were_asked_for_are_gathered_by_several_blocks(stages: Any) -> None:
+def test_requested_pools_are_gathered_by_several_blocks(stages: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (100, 80), generator=generator, dtype=torch.uint8)
     asked = torch.randint(0, 90, (700,), generator=generator, dtype=torch.int32)
@@ -120,14 +120,14 @@ def test_pools_that_were_asked_for_are_gathered_by_several_blocks(stages: Any) -
         assert torch.equal(picked.cpu(), torch.cat(parts))
 
 
-def test_a_kernel_that_the_driver_refuses(stages: Any) -> None:
+def test_a_kernel_that_the_driver_refuses_is_an_error(stages: Any) -> None:
     here = stage_cases.bucketed(CASE, USUAL, DEVICE)
     damaged = type(stages)(PLAN, b"no image")
     with pytest.raises(LaunchError, match="count_borders on cuda:0: the kernel's file is damaged"):
         stage_cases.count(damaged, here)
 
 
-def test_arguments_that_are_not_the_stages(stages: Any) -> None:
+def test_wrong_arguments_of_a_stage_are_refused(stages: Any) -> None:
     words = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with pytest.raises(AssertionError, match="stage regroup takes"):
         stages.run("regroup", words=words, values=words)

@@ -1,5 +1,5 @@
-"""`embforge verify SPEC --on cuda`, what whoever has a GPU is asked to run, on an emulated one: with kernels that are
-right, and with kernels that are not.
+"""`embforge verify SPEC --on cuda`, which contributors with a GPU are asked to run, on an emulated GPU: with correct
+and with broken kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from emulated_driver import control
 
 SPEC = CollectionSpec([TableSpec("t", 60, 4)], [FeatureSpec("f", "t", "mean", weighted=True)], name="small")
 PLANS = 2
-"""One a type of ids."""
+"""One per id dtype."""
 
 
 def verified(directory: Path, code: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_it_checks_the_kernels_and_writes_a_report(tmp_path: Path) -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Puts other code into the plans' kernels: the body that it is told, or no image at all for an empty one."""
+    """Replaces the code of the plans' kernels by this body, or by no image at all if the body is empty."""
 
     def put(body: str) -> None:
         right = building.build
@@ -89,7 +89,7 @@ def test_wrong_bits_are_rows_of_the_report(tmp_path: Path, broken: Callable[[str
         assert not row["not_run"]
 
 
-def test_code_that_the_driver_does_not_take_is_a_row_each(tmp_path: Path, broken: Callable[[str], None]) -> None:
+def test_code_that_the_driver_refuses_is_one_failed_row_per_plan(tmp_path: Path, broken: Callable[[str], None]) -> None:
     broken("")
     empty, *others = bits_of(verified(tmp_path, code=1))
     assert empty["passed"]

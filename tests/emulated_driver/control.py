@@ -13,12 +13,12 @@ from typing import Any
 from emulated_driver.build import LIBRARY
 
 DEFAULTS = {"arch": 90, "version": 13040, "memory": 1 << 30, "patience": 1, "seed": 0}
-"""What `setting` may change: compute capability, CUDA's version, bytes a device, how often a query says "not ready"
+"""What `setting` may change: compute capability, CUDA's version, bytes per device, how often a query says "not ready"
 before the work is done, and the schedule."""
 
 Answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 _queued: list[Callable[[], None]] = []
-"""By number. Never emptied: a graph may be replayed."""
+"""Queued functions by number. They are kept for ever, because a graph may be replayed."""
 
 
 @cache
@@ -83,7 +83,7 @@ def wrote(address: int, count: int) -> None:
 
 
 def holds(device: int, address: int, count: int) -> bool:
-    """Whether so many bytes from there on are memory of the device."""
+    """Whether all of these bytes are memory of the device."""
     return bool(load().emulated_holds(device, address, count))
 
 
@@ -116,7 +116,7 @@ def driver_call(name: str, *words: Any) -> Any:
 
 
 class DriverError(RuntimeError):
-    """What torch would say of an error of the driver."""
+    """The error that torch would raise for an error of the driver."""
 
     def __init__(self, name: str, error: Any) -> None:
         super().__init__(f"CUDA error: {error.name} from {name}")

@@ -1,6 +1,6 @@
 // A stand-in for libcuda.so.1 whose devices are this CPU: they run SIMT images (templates/emulator) as if they were cubins.
 //
-// Only for tests. Work waits in its stream until somebody synchronises with it, so that a launch on a wrong stream, a
+// Only for tests. Work waits in its stream until a caller synchronises with it, so that a launch on a wrong stream, a
 // missing wait or memory given back too early changes results as it would on a GPU that is late.
 #pragma once
 
@@ -40,7 +40,7 @@ constexpr int MOST_THREADS = 1024;
 
 struct Stream;
 
-// Just behind one piece of work in a stream.
+// The point after one piece of work in a stream.
 struct Point {
     std::shared_ptr<Stream> stream;
     uint64_t sequence = 0;
@@ -157,7 +157,7 @@ bool finished(const Point& point);
 void run_until(const Point& point);
 void run_all(Context& context);
 std::vector<std::shared_ptr<Stream>> streams_of(const Context& context);
-// Behind all that the stream has, or into the graph that it is captured into.
+// Puts work after all that the stream has, or into the graph that it is captured into.
 void enqueue(const std::shared_ptr<Stream>& stream, std::function<void()> run, Point after = {});
 // What a call must answer that waits for, or asks about, what a capture has not done. It breaks the capture.
 CUresult refuse_in_capture(Stream* only = nullptr);

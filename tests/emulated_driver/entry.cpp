@@ -1,4 +1,4 @@
-// Coming in: who may use this library at all, the table behind cuGetProcAddress, errors in words, and what tests set.
+// Entry points: who may use this library at all, the table of cuGetProcAddress, errors in words, and what tests set.
 #include <sys/stat.h>
 
 #include <cstdio>
@@ -185,7 +185,7 @@ EXPORTED uint64_t emulated_memory_used(int device) {
     return driver().contexts[device].used;
 }
 
-// The host wrote there past the driver, as nobody can on a GPU.
+// The host wrote there without the driver, which is not possible on a GPU.
 EXPORTED void emulated_wrote(uint64_t address, uint64_t bytes) {
     std::lock_guard<std::recursive_mutex> lock(driver().mutex);
     set_defined(address, bytes);
@@ -198,7 +198,7 @@ EXPORTED int emulated_holds(int device, uint64_t address, uint64_t bytes) {
     return found != nullptr && found->context->device == device && address + bytes <= found->begin + found->bytes;
 }
 
-// Puts a function of the host into a stream of the current device, as if it were a kernel: its turn comes behind the
+// Puts a function of the host into a stream of the current device, as if it were a kernel: its turn comes after the
 // work before it, also in every replay of a captured graph. It answers whether all went well.
 EXPORTED int emulated_enqueue(uint64_t stream_handle, int (*function)(uint64_t), uint64_t number) {
     ENTER(CONTEXT);

@@ -1,4 +1,4 @@
-// Launches: refused at once if the device could not take them, else run when their turn comes.
+// Launches: refused at once if the device could not take them, otherwise run when their turn comes.
 #include <cstring>
 
 #include "driver.h"

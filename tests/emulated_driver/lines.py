@@ -66,7 +66,7 @@ class Lines:
 
 
 def main(words: list[str]) -> int:
-    """`pytest WORDS`, then a line a module: lines run, lines, and those that did not run. pytest's exit code."""
+    """Runs `pytest WORDS`, then prints per module how many lines ran and which did not. Returns pytest's exit code."""
     paths = [LAUNCH / name for name in MODULES]
     lines = Lines(paths)
     code = int(pytest.main(words))

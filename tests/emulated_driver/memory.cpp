@@ -7,7 +7,7 @@ namespace emulated {
 
 constexpr size_t ALIGNMENT = 256;
 constexpr size_t APART = 16 * 1024;  // between allocations, so that a near miss does not hit another one
-constexpr uint8_t FRESH = 0xEB, FREED = 0xDD;  // what memory holds that nobody wrote, or that was given back
+constexpr uint8_t FRESH = 0xEB, FREED = 0xDD;  // contents of memory that was never written, or was given back
 
 Allocation* allocation_of(uint64_t address) {
     auto next = driver().allocations.upper_bound(address);

@@ -22,10 +22,10 @@ import embforge.launch
 
 HERE = Path(__file__).parent
 CHECKS = tuple(HERE / f"check_{part}.py" for part in ("launch", "bad_input", "refusals", "backward", "bad_backward"))
-"""All that the launcher is checked by."""
+"""All checks of the launcher."""
 LAUNCH = Path(embforge.launch.__file__).parent
 LEFT_OUT = ("cacheprovider", "hypothesispytest", "xdist", "unraisableexception")
-"""Plugins that take time; the last collects garbage twice a process."""
+"""Plugins that take time and are switched off; the last one collects garbage twice per process."""
 PYTEST = (
     *("-x", "-q", "--tb=no", "--noconftest", "--assert=plain", "-p", "emulated_driver.plugin"),
     *(word for name in LEFT_OUT for word in ("-p", f"no:{name}")),
@@ -33,11 +33,11 @@ PYTEST = (
 FAILED = 1
 """pytest's exit code if tests ran and some failed."""
 BROKEN = 99
-"""Of a mutant that cannot be made."""
+"""The exit code for a mutant that cannot be made."""
 
 
 class Mutant(NamedTuple):
-    """Text in a module of `embforge.launch` (`cuda/forward`), and what to put in its place."""
+    """A text in a module of `embforge.launch` (e.g. `cuda/forward`) and the text that replaces it."""
 
     what: str
     module: str
@@ -48,7 +48,7 @@ class Mutant(NamedTuple):
 
 
 def mutants() -> list[Mutant]:
-    """Those of mutants_*.toml."""
+    """The mutants of all files mutants_*.toml."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("mutants_*.toml"))]
     return [Mutant(**fields) for text in texts for fields in tomllib.loads(text)["mutant"]]
 
@@ -100,13 +100,13 @@ def _checked(mutant: Mutant | None, places: list[str], log: int) -> int:
 
 
 def _place(check: str) -> str:
-    """What pytest calls it."""
+    """Its name in pytest."""
     (path,) = (path for path in CHECKS if f"def {check}(" in path.read_text(encoding="utf-8"))
     return f"{path}::{check}"
 
 
 def main(words: list[str]) -> int:
-    """Prints a line a mutant, survivors first. The number of survivors, and 100 if the checks fail without any."""
+    """Prints a line per mutant, survivors first. Returns how many survived; 100 if checks fail without a mutant."""
     import cuda.core  # noqa: F401
     import torch
 

@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def forward() -> Any:
-    """A launcher that nobody has used yet."""
+    """A launcher that has not been used yet."""
     from embforge.launch.cuda.forward import CudaForward  # now: mutants.py may have put another one there
 
     return CudaForward(PLAN, image())

@@ -1,9 +1,9 @@
-// Streams and events: work waits in the order it came until somebody waits for it.
+// Streams and events: work waits in the order in which it came until a caller waits for it.
 #include "driver.h"
 
 namespace emulated {
 
-// The default streams come to be when somebody first uses them.
+// The default streams are made when they are first used.
 static std::shared_ptr<Stream> default_stream(std::shared_ptr<Stream>& stream, bool legacy) {
     if (stream == nullptr) {
         stream = std::make_shared<Stream>();
@@ -52,7 +52,7 @@ void run_until(const Point& point) {
     Stream& stream = *point.stream;
     const CUresult& sticky = stream.context->sticky;
     while (!stream.queue.empty() && stream.queue.front().sequence <= point.sequence) {
-        Work work = std::move(stream.queue.front());  // what it waits for is older, so nobody needs to see it meanwhile
+        Work work = std::move(stream.queue.front());  // what it waits for is older, so no caller needs to see it meanwhile
         stream.queue.pop_front();
         if (sticky == CUDA_SUCCESS) {
             run_before(point.stream, work.sequence, work.after);
@@ -80,7 +80,7 @@ void enqueue(const std::shared_ptr<Stream>& stream, std::function<void()> run, P
     stream->queue.push_back({stream->last, std::move(run), std::move(after)});
 }
 
-// Work that nobody waits for gets done too, but a caller who asks at once finds it unfinished.
+// Work is also done if no caller waits for it, but a query at once finds it unfinished.
 static CUresult query(const Point& point, uint64_t& asked) {
     if (finished(point)) return current()->sticky;
     if (asked++ < driver().facts.patience) return CUDA_ERROR_NOT_READY;

@@ -1,4 +1,4 @@
-// Everything that cuGetProcAddress gives out: the name, since which CUDA it means this function, and the function.
+// Everything that cuGetProcAddress gives out: the name, the CUDA version since which it means this function, and the function.
 #include "driver.h"
 
 namespace emulated {

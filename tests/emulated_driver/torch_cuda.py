@@ -1,6 +1,6 @@
 """The functions of `torch.cuda` that the package uses, on the emulated driver.
 
-The names, arguments and results are torch's; what is behind them is the driver's own stream, event and memory calls.
+The names, arguments and results are torch's; they call stream, event and memory functions of the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _streams: dict[int, list[int]] = {}
 _kept: list[Any] = []
 """Memory that a captured graph uses: it lives on, as torch keeps a graph's pool."""
 _given_back: list[tuple[int, int, int]] = []
-"""Memory that nobody holds any more, to be given back when no capture is under way."""
+"""Memory that is not used any more, to be given back when no capture is under way."""
 _giving_back = Lock()
 
 
@@ -153,7 +153,7 @@ class Graph:
 
 
 def allocated(wanted: torch.device, count: int) -> Any:
-    """So many bytes of a device. They go back in the order of its current stream once nobody holds them."""
+    """Allocates bytes on a device. They are given back in the order of its current stream once no object uses them."""
     index = _index(wanted)
     stream = current_stream(index).cuda_stream
     with device(index):
@@ -172,14 +172,14 @@ def allocated(wanted: torch.device, count: int) -> Any:
 
 
 def pinned(count: int) -> Any:
-    """So many bytes of the host that the devices can copy to and from."""
+    """Allocates pinned bytes on the host, which devices can copy to and from."""
     with device(_current_index()):
         address = int(driver_call("cuMemAllocHost", max(count, 1)))
     return _array(address, count)  # small, and few: never given back
 
 
 def empty_cache() -> None:
-    """All memory that nobody holds is free again."""
+    """Frees all memory that no object uses."""
     _give_back()
     for index in list(_contexts):
         synchronize(index)

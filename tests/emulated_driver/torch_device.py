@@ -45,7 +45,7 @@ LOOKS = (
 )
 """What torch answers without the device's help."""
 QUEUED = (torch.sort, torch.cumsum, Tensor.scatter_)
-"""What waits for its turn in the stream. Writes to tensors that are there: to `out`, or to the first argument."""
+"""What waits for its turn in the stream. Writes to tensors that exist: to `out`, or to the first argument."""
 PLACES: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda place: place,
     "is_cuda": lambda place: True,
@@ -87,7 +87,7 @@ class DeviceTensor(Tensor):
 
 
 class _Everything(TorchFunctionMode):
-    """Sees also the calls that have no tensor of ours among their arguments."""
+    """Also sees calls that have no emulated tensor among their arguments."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _answer(func, args, kwargs or {})
@@ -96,7 +96,7 @@ class _Everything(TorchFunctionMode):
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ours = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DeviceTensor)]
     operator = OPERATORS.get(func)
-    if operator is not None and ours:  # the functions behind them serve all devices
+    if operator is not None and ours:  # they call functions that serve all devices
         with _Everything():
             return operator(*args, **kwargs)
     with torch._C.DisableTorchFunction():
@@ -138,7 +138,7 @@ class _LookupTrain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        there = [x.to(ctx.hyper.place) for x in gradients]  # of a result that nobody used: zeros of the engine's
+        there = [x.to(ctx.hyper.place) for x in gradients]  # for a result that was not used the engine makes zeros
         found = ops._train(ctx, *there)
         return tuple(None if isinstance(x, list) else x for x in found)
 
@@ -184,7 +184,7 @@ def _done_at_once(func: Any, ours: list[DeviceTensor], args: Any, kwargs: Any) -
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies: as a kernel does, work that waits knows no more of it."""
+    """The place of a tensor in memory. Like a kernel, work that waits in a stream knows nothing else of the tensor."""
 
     device: int
     address: int
@@ -264,7 +264,7 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _fresh(like: Tensor, device: torch.device) -> DeviceTensor:
-    """Memory of a device for such a tensor. It goes back in stream order, when nobody holds it any more."""
+    """Memory of a device for such a tensor. It is given back in stream order, when no tensor uses it any more."""
     if like.numel() == 0:
         return DeviceTensor.of(torch.empty(like.shape, dtype=like.dtype), device)
     return DeviceTensor.of(_tensor_at(cuda.allocated(device, like.nbytes), like), device)
@@ -336,7 +336,7 @@ def _run_engine_emulated(*words: Any, **named: Any) -> Any:
 
 
 def _as_plain(function: Callable[[Tensor], bool]) -> Callable[[Tensor], bool]:
-    """Of a question whether a tensor is a plain one: ours stand for such."""
+    """Answers whether a tensor is a plain one: emulated tensors count as plain."""
     return lambda values: function(values.inner if isinstance(values, DeviceTensor) else values)
 
 

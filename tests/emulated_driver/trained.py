@@ -1,5 +1,5 @@
-"""What the checks of training share: a spec whose backward has every kernel, and tables on a device and beside them the
-reference's.
+"""What the checks of training share: a spec whose backward has every kernel, and tables on a device and for the
+reference.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def placed(batch: Batch, gradients: Gradients, device: torch.device) -> tuple[Ba
 
 
 class Training:
-    """Tables that are trained on a device, and the reference's beside them. Equal seeds give equal numbers."""
+    """Tables that are trained on a device, and equal ones that the reference trains. Equal seeds give equal numbers."""
 
     def __init__(self, seed: int = 0, device: torch.device = DEVICE, grad_scale: float = 0.0) -> None:
         self.truth = truth = training.module_of(training.reference_of(BACKWARD), seed, grad_scale)
@@ -91,7 +91,7 @@ class Training:
         return update_metadata_of(self.tables, self.states, self.truth.trainable, bounds_check)
 
     def gradients(self, batch: Batch, seed: int = 0) -> Gradients:
-        """Of a batch's results, on the host."""
+        """Gradients of a batch's results, on the host."""
         return training.gradients_of(self.truth, batch, seed)
 
     def update(
@@ -111,13 +111,13 @@ class Training:
         return training.step(self.truth, batch, gradients or self.gradients(batch), bounds_check)
 
     def both(self, kernel: Any, batch: Batch, bounds_check: str = "error") -> None:
-        """An update here and there."""
+        """One update on the device and one by the reference."""
         gradients = self.gradients(batch)
         self.update(kernel, batch, bounds_check, gradients)
         self.follow(batch, bounds_check, gradients)
 
     def bits(self) -> list[Tensor]:
-        """All that an update may change, and what lies between. Waits for the current stream."""
+        """All bits that an update may change, with the padding between them. Waits for the current stream."""
         return [*(memory.cpu() for memory in self._memory), self.counters.cpu()]
 
     def assert_right(self) -> None:
@@ -128,7 +128,7 @@ class Training:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Nothing is other than before when the block ends, also by an exception that it expects."""
+        """Asserts that the block changes no bit, also if it ends with an exception that it expects."""
         before = self.bits()
         yield
         for now, then in zip(self.bits(), before, strict=True):

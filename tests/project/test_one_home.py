@@ -35,7 +35,7 @@ def test_names_of_poolings_and_formats_are_only_where_the_page_says() -> None:
 
 
 def test_only_storage_names_kinds_of_tables() -> None:
-    """Other code knows tables by the protocol of the seam."""
+    """Other code uses the protocol `Table` of runtime/storage/table.py."""
     command = ("git", "grep", "-lwE", "StaticTable|ParameterTable", "--", "cli", "codegen", "runtime", "tuner")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     named = answer.stdout.splitlines()

@@ -22,5 +22,5 @@ def run(*words: str | Path, code: int = 0, columns: int | None = None) -> Result
 
 
 def run_json(*words: str | Path, code: int = 0) -> Any:
-    """Runs `embforge WORDS --json`; the document that it prints."""
+    """Runs `embforge WORDS --json` and returns the document that it prints."""
     return json.loads(run(*words, "--json", code=code).stdout)

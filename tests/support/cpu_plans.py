@@ -35,25 +35,25 @@ def one_table(dim: int, rows: int = 100_000, pooling: str = "sum", output_dtype:
 
 @contextmanager
 def counted_tasks(kernel: Any) -> Iterator[list[int]]:
-    """How many tasks each of the kernel's loops over threads asks for."""
-    asked = []
+    """Records how many tasks each of the kernel's parallel loops starts."""
+    counts = []
 
     def run(begin: int, end: int, grain: int, body: Callable[..., None], context: Any) -> int:
-        asked.append(end - begin)
+        counts.append(end - begin)
         body(begin, end, context)
         return 0
 
     callback = PARALLEL_FOR(run)
     with torch_threads(3), pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernel, "_parallel_for", ctypes.cast(callback, ctypes.c_void_p).value)
-        yield asked
+        yield counts
 
 
 def machine_code(plan: Plan, scratch: Path) -> bytes:
-    """What the compiler makes of the plan's source, but for the kernel's name."""
-    source, made, text = (scratch / f"kernel.{suffix}" for suffix in ("cpp", "o", "text"))
+    """The machine code of the plan's source, compiled under a name that is the same for all plans."""
+    source, compiled, text = (scratch / f"kernel.{suffix}" for suffix in ("cpp", "o", "text"))
     source.write_text(source_of(plan).replace(plan.uri, "kernel"))
     flags = [flag for flag in FLAGS if flag != "-shared"]
-    subprocess.run([*find_compiler().command, *flags, *isa_of(plan).flags, "-c", source, "-o", made], check=True)
-    subprocess.run(["objcopy", "-O", "binary", "-j", ".text", made, text], check=True)
+    subprocess.run([*find_compiler().command, *flags, *isa_of(plan).flags, "-c", source, "-o", compiled], check=True)
+    subprocess.run(["objcopy", "-O", "binary", "-j", ".text", compiled, text], check=True)
     return text.read_bytes()

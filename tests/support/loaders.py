@@ -1,4 +1,4 @@
-"""Every way in which a file comes into the package: what reads it, what it may raise, and a file that is right."""
+"""Every kind of file that the package reads: the function that reads it, the error it may raise, and a valid file."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Loader:
     """A kind of file."""
 
     file: str
-    """What it is called, where that counts."""
+    """The file's name, which some loaders look for."""
     good: bytes
     read: Callable[[Path], Any]
-    """Reads the file and uses what it says."""
+    """Reads the file and uses what it contains."""
     error: type[EmbforgeError] | tuple[()]
-    """What a file that is wrong raises, naming the file; nothing: it is skipped."""
+    """The error that a damaged file raises, which names the file; empty if damaged files are skipped."""
 
 
 def _spec(path: Path) -> None:
@@ -69,9 +69,9 @@ def _spec(path: Path) -> None:
 
 
 def _topology(path: Path) -> None:
-    found = load_topology(path)
-    assert 0 < found.limit < float("inf")
-    found.to_toml()
+    topology = load_topology(path)
+    assert 0 < topology.limit < float("inf")
+    topology.to_toml()
 
 
 def _manifest(path: Path) -> None:
@@ -94,7 +94,7 @@ def _rule(path: Path) -> None:
 
 
 def _plan_text(path: Path) -> None:
-    """No file of its own: the text lies in exported programs."""
+    """The text of a plan, which has no file of its own: exported programs contain it."""
     try:
         Plan.from_text(path.read_text(encoding="utf-8", errors="replace"))
     except EmbforgeError as error:
@@ -103,7 +103,7 @@ def _plan_text(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _At:
-    """All that `read_oracle` asks of a case."""
+    """The attributes of a case that `read_oracle` reads."""
 
     table_file: Path
     train: str | None = None
@@ -187,7 +187,7 @@ LOADERS = {
 
 
 def _named(path: Path, read: Callable[[Path], Any]) -> Any:
-    """As the commands that read such a file name it."""
+    """Reads a file and puts its name before errors, as the commands that read such a file do."""
     try:
         return read(path)
     except TunedError as error:

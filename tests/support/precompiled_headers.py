@@ -17,7 +17,7 @@ from embforge.codegen.targets.cpu.isa import FLAGS, ISAS
 
 
 def precompile(root: Path) -> Path | None:
-    """The directory that `CPATH` is to name, made if it is not there; None without a g++."""
+    """The directory that `CPATH` has to name, made if it does not exist; None without a g++."""
     compiler = find_compiler()
     sets = [isa for isa in ISAS.values() if isa.header == "immintrin.h" and runs_here(isa.name)]
     if "g++" not in compiler.version or not sets:

@@ -1,4 +1,4 @@
-"""Probes with the results that the reference gives, and comparing such results."""
+"""Probes with the reference's results, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embforge.verify.probes import Probe
 
 
 def same(want: Tensor | None, have: Tensor | None) -> bool:
-    """Whether two results have the same bits; one NaN is as good as another."""
+    """Whether two results have the same bits; all NaNs count as equal."""
     if want is None or have is None:
         return want is have
     return first_difference(want, have) is None if want.is_floating_point() else torch.equal(want, have)

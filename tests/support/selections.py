@@ -1,4 +1,4 @@
-"""The poolings that select: what tests of every selection go through, so that a further one needs no place in them."""
+"""The poolings that select (max, min). Tests that loop over them cover a new one without a change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SELECTIONS: tuple[PoolingName, ...] = tuple(name for name, pooling in POOLINGS.i
 
 
 def combiner_of(pooling: PoolingName) -> Combiner:
-    """How a selection compares, and what it begins with."""
+    """The combiner of a pooling that selects: how it compares, and which number it starts with."""
     combiner = POOLINGS[pooling].combiner
     assert combiner is not None and combiner.selects
     return combiner

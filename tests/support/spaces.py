@@ -39,7 +39,7 @@ RULES = {None: None, "none": None, "adam": update_named("adam"), "sgd": update_n
 
 
 def context_of(target: str, spec: str = "usual", rule: str | None = None, arch: str | None = None) -> Context:
-    """Of a forward, or with a rule of its backward."""
+    """The context of a forward, or of a backward if a rule is named."""
     arch = arch or (host_isa() if target == "cpu" else "sm_100" if spec == "rich" else "sm_90")
     hardware = TWO_CORES if target == "cpu" else any_gpu(arch)
     return Context("backward" if rule else "forward", target, arch, SPECS[spec], hardware, RULES[rule])

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: specs and the batches to feed them."""
+"""Hypothesis strategies for specs and for cases, from which batches are drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.verify.cases import Case
 
 LENGTHS = ["usual", "one", "none", "edges"] * 3 + ["deep"]
-"""Bags past 4096 ids, where the canonical sum has a third level, are dear: one batch in thirteen has some."""
+"""Bags of more than 4096 ids, whose canonical sum has a third level, take long: one batch in thirteen has some."""
 CPU_PARAMS = (
     CpuParams(),
     CpuParams(prefetch_bytes=0, tile_vectors=2, rows_unrolled=4, stores="streaming", grain_bytes=16384),
@@ -87,5 +87,5 @@ SOAK = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
 
 
 def examples(count: int) -> settings:
-    """So many examples, the same every time; `make soak` draws twenty times as many, new ones each time."""
+    """Settings for `count` examples that are always the same; `make soak` draws twenty times as many new ones."""
     return settings(max_examples=count * (20 if SOAK else 1), derandomize=not SOAK, deadline=None)

@@ -26,7 +26,7 @@ from embforge.storage.states import allocate_section, state_views
 from embforge.verify.cases import draw_tables
 
 NUMBERS = {"lr": 0.05, "grad_scale": 0.0, "eps": 1e-3, "momentum": 0.9, "beta1": 0.9, "beta2": 0.99}
-"""Of rules; 0.01 for all others."""
+"""The numbers that rules take, by name; all others are 0.01."""
 
 RULES = (
     builtin.sgd(),
@@ -43,7 +43,7 @@ RULES = (
     builtin.with_options(builtin.adam(), decay="decoupled", clipped=True),
     builtin.with_options(builtin.sgd(), decay="l2"),
 )
-"""Every rule there is, and options."""
+"""Every built-in rule, and rules with options."""
 
 
 def plan_of(
@@ -99,7 +99,7 @@ class Module:
 
 
 def module_of(plan: Plan, seed: int = 0, grad_scale: float = 0.0, frozen: Sequence[str] = ()) -> Module:
-    """Equal seeds give equal numbers, whatever the target."""
+    """A module with drawn numbers. Equal seeds give equal numbers for every target."""
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(seed)
     tables = list(draw_tables(plan.spec, seed))
     sections = [allocate_section(placed, device) for placed in plan.layout.tables]
@@ -144,7 +144,7 @@ def step(module: Module, batch: Batch, gradients: Gradients, bounds_check: str =
 
 
 def compare(plan: Plan, batch: Batch, *, bounds_check: str = "error", steps: int = 1, **how: Any) -> Module:
-    """Asserts that the plan's update of a batch ends in the reference's bits."""
+    """Asserts that the plan's updates leave the same bits as the reference's."""
     module, truth = module_of(plan, **how), module_of(reference_of(plan), **how)
     for number in range(steps):
         gradients = gradients_of(truth, batch, seed=number, bounds_check="error" if bounds_check == "error" else "zero")
@@ -178,7 +178,7 @@ def compare_dense(
     trainable: Sequence[bool],
     bounds_check: str,
 ) -> None:
-    """Asserts that the operator of dense gradients gives what a reduction gives, row by row, and zeros beside it."""
+    """Asserts that the operator of dense gradients gives a reduction's gradients in its rows, and zeros in others."""
     dtypes = [torch_dtype(table.dtype) for table in plan.spec.tables]
     wanted = [trained and dtype.itemsize > 1 for trained, dtype in zip(trainable, dtypes, strict=True)]
     pooled = gradients.pooled

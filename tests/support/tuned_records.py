@@ -1,4 +1,4 @@
-"""Tuned results for tests: of a spec on this machine unless they say otherwise."""
+"""Tuned results for tests, by default for one spec on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST_BACKWARD = CpuBackwardParams(radix_bits=8)
 
 
 def this_machine() -> Hardware:
-    """As modules find it."""
+    """This machine as modules describe it when they look for tuned results."""
     return cpu_hardware()
 
 
@@ -51,7 +51,7 @@ def record_of(
 
 
 def scaled(spec: CollectionSpec, rows: int) -> CollectionSpec:
-    """The spec with so many times as many rows."""
+    """The spec with `rows` times as many rows in every table."""
     tables = [TableSpec(t.name, t.num_embeddings * rows, t.embedding_dim, t.dtype) for t in spec.tables]
     return CollectionSpec(tables, spec.features, spec.output_dtype, spec.name)
 

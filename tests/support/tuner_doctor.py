@@ -1,5 +1,5 @@
-"""Bad candidates for the tuner: real shared libraries in real cache entries, which compute by another plan's kernel and
-misbehave beside it."""
+"""Bad candidates for the tuner: real shared libraries in real cache entries, which call another plan's kernel and
+misbehave before or after the call."""
 
 from __future__ import annotations
 
@@ -54,25 +54,26 @@ class Doctor:
     """Puts kernels into the cache that EMBFORGE_CACHE_DIR names."""
 
     usual_cache: str
-    """Where real kernels are kept for all runs of the tests."""
+    """The cache of real kernels, which is shared by all runs of the tests."""
     healthy: Plan
-    """Whose kernel the spoiled ones call."""
+    """The plan whose kernel the spoiled ones call."""
 
     def cure(self, plan: Plan) -> Path:
-        """The real kernel, compiled once for all runs of the tests."""
-        ours = os.environ["EMBFORGE_CACHE_DIR"]
+        """Puts the plan's real kernel into the cache; it is compiled once for all runs of the tests."""
+        test_cache = os.environ["EMBFORGE_CACHE_DIR"]
         os.environ["EMBFORGE_CACHE_DIR"] = self.usual_cache
         try:
             binary = build(plan).binary
         finally:
-            os.environ["EMBFORGE_CACHE_DIR"] = ours
-        copy = Path(ours) / binary.parent.relative_to(self.usual_cache)
-        if not copy.exists():  # or a loaded library would be overwritten
+            os.environ["EMBFORGE_CACHE_DIR"] = test_cache
+        copy = Path(test_cache) / binary.parent.relative_to(self.usual_cache)
+        if not copy.exists():  # otherwise a library that is loaded would be overwritten
             shutil.copytree(binary.parent, copy)
         return copy / binary.name
 
     def spoil(self, plan: Plan, before: str = "", after: str = "", *, like: Plan | None = None) -> Plan:
-        """A kernel for the plan that computes by that of another one, with something done before and after."""
+        """Puts a library into the cache as the plan's kernel. It calls the kernel of `like`, and runs C++ statements
+        before and after the call."""
         like = like or self.healthy
         real = self.cure(like)
         names = [argument.name for argument in arguments_of("cpu", plan.op)]
@@ -87,7 +88,7 @@ class Doctor:
             "after": after,
         }
         recipe = building._recipe(plan, toolchain_of("cpu"), source_of(plan))
-        shutil.rmtree(cache.entry_dir(recipe), ignore_errors=True)  # what another test put there
+        shutil.rmtree(cache.entry_dir(recipe), ignore_errors=True)  # another test may have put an entry there
         cache.fetch(replace(recipe, compile=lambda source: _compiled(text, source.parent)))
         return plan
 

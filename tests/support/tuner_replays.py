@@ -1,4 +1,4 @@
-"""Searches over a table instead of a machine, in this process and in others that may be killed."""
+"""Searches whose judge reads times from a table instead of measuring, in this process and in others that are killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from embforge.tuner.study.trials import Trials
 SPEC = CollectionSpec([TableSpec("t", 500, 16)], [FeatureSpec("f", "t")])
 NAME = "study"
 WAIT_SECONDS = 600.0
-"""Until a child that says nothing is taken for hung; nobody waits as long where all is well."""
+"""A child that sends no event for this long is taken to hang. A test that passes never waits this long."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(  # what children need is imported once
@@ -70,7 +70,7 @@ def plan_of(params: Params) -> Plan:
 
 
 def table_of(space: Space) -> dict[Params, Entry]:
-    """Any times, always the same; some points fail."""
+    """A table of arbitrary times that are always the same; some points fail."""
 
     def entry(params: Params) -> Entry:
         number = zlib.crc32(repr(params).encode())
@@ -90,21 +90,21 @@ def trials_in(url: str, space: Space, name: str = NAME) -> Trials:
 
 
 def run(trials: Trials, space: Space, *, ahead: int = 3, seed: int = 0, **options: Any) -> int:
-    """A search with all that it needs, unless `options` say otherwise."""
+    """Runs a search with a builder and a judge of its own, unless `options` has them."""
     builder, judge = options.pop("builder", None) or NoBuilder(), options.pop("judge", None) or judge_of(space)
     return search(trials, sampler_for(space, seed=seed), plan_of, builder, judge, ahead=ahead, **options)
 
 
 class Child:
-    """A real process that searches a storage's study. It tells every event, and writes down what it has measured."""
+    """A real process that searches a study in a storage. It sends every event, and logs what it has measured."""
 
     def __init__(self, url: str, space: Space, log: Path, *, delay: float, ahead: int = 3, gated: bool = False) -> None:
-        """`gated`: it waits for `go` before its first measurement."""
-        self._events, theirs = _processes.Pipe()
-        arguments = (url, space, log, delay, ahead, gated, theirs)
+        """With `gated`, the process waits for `go` before its first measurement."""
+        self._events, childs_end = _processes.Pipe()
+        arguments = (url, space, log, delay, ahead, gated, childs_end)
         self.process: BaseProcess = _processes.Process(target=_child, args=arguments)
         self.process.start()
-        theirs.close()
+        childs_end.close()
 
     @property
     def pid(self) -> int:
@@ -112,18 +112,18 @@ class Child:
         return self.process.pid
 
     def event(self, name: str) -> int:
-        """Waits for the next event of this name; the trial's number. `EOFError` if the child ends before."""
+        """Waits for the next event of this name and returns the trial's number. `EOFError` if the child ends before."""
         while True:
             assert self._events.poll(WAIT_SECONDS), f"no {name} from child {self.pid}"
-            told, number = self._events.recv()
-            if told == name:
+            received, number = self._events.recv()
+            if received == name:
                 return int(number)
 
     def go(self) -> None:
         self._events.send(None)
 
     def end(self) -> int:
-        """Waits until it has ended; its exit code."""
+        """Waits until the process has ended, and returns its exit code."""
         try:
             while True:
                 self.event("never")
@@ -145,7 +145,7 @@ MOMENTS: dict[str, Callable[[Child], object]] = {
     "in the middle": lambda child: [child.event("Screened") for _ in range(3)],
     "in the middle and measuring": lambda child: [child.event("Screening") for _ in range(4)],
 }
-"""To kill a search at."""
+"""The moments at which tests kill a search; each function waits for its moment."""
 
 
 def _child(url: str, space: Space, log: Path, delay: float, ahead: int, gated: bool, events: Connection) -> None:
@@ -161,7 +161,7 @@ def _child(url: str, space: Space, log: Path, delay: float, ahead: int, gated: b
 
 
 class LoggingJudge(ReplayJudge):
-    """Writes a line for every screening that has come to its end: who, and which plan."""
+    """Logs a line for every screening that has ended: the process and the plan."""
 
     def __init__(self, space: Space, log: Path, delay: float) -> None:
         super().__init__(table_of(space), space.default, delay=delay)
@@ -177,7 +177,7 @@ class LoggingJudge(ReplayJudge):
 
 
 def measured(log: Path) -> list[tuple[int, str]]:
-    """What children have measured: pid and URI."""
+    """The measurements that children have logged, as pairs of pid and URI."""
     if not log.exists():
         return []
     pairs = (line.split() for line in log.read_text().splitlines())
@@ -185,7 +185,7 @@ def measured(log: Path) -> list[tuple[int, str]]:
 
 
 def finished_in(url: str, space: Space) -> dict[int, tuple[Params, Outcome]]:
-    """What the storage knows, read by somebody who has nothing to do with those who wrote it."""
+    """The finished trials in a storage, read through a new connection."""
     return trials_in(url, space).outcomes()
 
 
@@ -203,7 +203,7 @@ def assert_shared(url: str, space: Space, log: Path, processes: int) -> None:
     """Several processes search one study: every point is measured once, and each of them measures some."""
     children = [Child(url, space, log, delay=0.02, ahead=2, gated=True) for _ in range(processes)]
     for child in children:
-        child.event("Screening")  # each has its first point before anybody can take all
+        child.event("Screening")  # each has its first point before any of them can take all points
     for child in children:
         child.go()
     assert [child.end() for child in children] == [0] * processes

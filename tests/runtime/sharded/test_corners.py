@@ -111,7 +111,7 @@ def test_hierarchical_gradients_in_two_bytes() -> None:
 
 @pytest.mark.soak
 def test_rows_that_come_behind_odd_columns_on_the_emulated_gpu() -> None:
-    for equal, trained in run_ranks(2, corners.rows_that_come_behind_odd_columns, "simt"):
+    for equal, trained in run_ranks(2, corners.rows_after_an_odd_number_of_columns, "simt"):
         assert equal and trained == 12.0 - 2.0
 
 

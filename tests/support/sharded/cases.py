@@ -1,6 +1,7 @@
 """Collections for tests of ranks: what is trained, on which batches, and how one rank trains its part of them.
 
-A whole batch is made from a seed; a rank takes its samples of it, so that any number of ranks together see the same.
+A whole batch is made from a seed, and each rank takes its samples of it, so that any number of ranks trains on the same
+samples.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from embforge.codegen.sharding.placement import place
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 SAMPLES = 6
-"""Of all ranks together, in a step."""
+"""Samples of all ranks together in a step."""
 SIZES = {1: (6,), 2: (4, 2), 3: (2, 0, 4), 4: (2, 0, 1, 3), 8: (1, 0, 0, 2, 0, 1, 1, 1)}
-"""Samples of each rank; step by step they go round, so that every rank has none at times."""
+"""By the number of ranks: samples of each rank. They rotate by one rank per step, so that every rank sometimes has
+none."""
 HOTNESS = 3
 
 KINDS: dict[str, Kind] = {
@@ -50,7 +52,7 @@ Variant = tuple[PoolingName, bool]
 VARIANTS: tuple[Variant, ...] = tuple(
     (name, weighted) for name, kind in POOLINGS.items() for weighted in (False, True) if kind.weightable or not weighted
 )
-"""Every pooling, without weights and, where it may have them, with them."""
+"""Every pooling without weights, and those that may have weights also with them."""
 RULES: dict[str, ef.optim.Optimizer] = {
     "sgd": ef.optim.SGD(lr=0.1),
     "momentum": ef.optim.Momentum(lr=0.05, weight_decay=0.01),
@@ -73,23 +75,23 @@ def has_reductions(optimizer: ef.optim.Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class Training:
-    """Tables, each with its kind, and the rule they are trained by."""
+    """Tables, each with its kind of sharding, and the rules that they are trained by."""
 
     name: str
     spec: CollectionSpec
     kinds: tuple[tuple[str, str], ...]
-    """Of each table, a name of KINDS."""
+    """Each table's name with a name of KINDS."""
     optimizer: ef.optim.Optimizer | dict[Any, ef.optim.Optimizer | None]
     """For all tables, or by table."""
     steps: int = 20
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the sharded module."""
+    """Options of the sharded module."""
 
     def plan(self, size: int) -> ShardPlan:
         return ShardPlan({table: KINDS[kind] for table, kind in self.kinds})
 
     def rule(self, table: str) -> ef.optim.Optimizer | None:
-        """What trains a table."""
+        """The optimizer of a table."""
         if not isinstance(self.optimizer, dict):
             return self.optimizer
         named = [optimizer for names, optimizer in self.optimizer.items() if table in (names, *names)]
@@ -99,10 +101,10 @@ class Training:
         return [feature for feature in self.spec.features if feature.table == table]
 
     def keeps_order(self, table: str, size: int) -> bool:
-        """Whether every sum has its terms in the order of one rank's: then results and rows are the same bits.
+        """Whether every sum has its terms in the order that it has on one rank, so that results have the same bits.
 
-        Sums of whole bags, of whole rows and of the occurrences of a row must each be made in one place. Selections and
-        rows that travel one by one have no order to lose.
+        Sums over a bag, over a row and over the occurrences of a row must each be calculated on one rank. Selections,
+        and rows that are sent one by one, do not depend on an order.
         """
         placed = place(self.plan(size), self.spec, size, node_size_of(size)).by_name[table]
         if placed.replicated:
@@ -113,30 +115,29 @@ class Training:
         sums = {feature.kind.sums for feature in self.features(table)}
         if sums == {False}:
             return True
-        # What is added up inside nodes comes behind all else, so that features of such a table change their order.
+        # What is added within nodes comes after all other features, so that such a table's features change their order.
         in_order = not placed.hierarchical or sums == {True}
         return in_order and all(len(piece.owners) == 1 for piece in placed.pieces)
 
 
 def node_size_of(size: int) -> int:
-    """From four ranks on there are two nodes."""
+    """The ranks per node: with four ranks or more there are two nodes."""
     return size // 2 if size >= 4 else size
 
 
 class Whole(NamedTuple):
-    """A batch of all ranks together."""
+    """A batch of all ranks together. The lists have one tensor per feature."""
 
     values: list[Tensor]
-    """Of each feature."""
     lengths: Tensor
     """`[features, samples]`."""
     weights: list[Tensor]
     wanted: list[Tensor]
-    """Of each feature, what the gradient of its result is made from."""
+    """The numbers from which the gradient of a feature's result is calculated."""
 
 
 def whole_batch(spec: CollectionSpec, seed: int, samples: int = SAMPLES) -> Whole:
-    """Bags of none to HOTNESS ids."""
+    """A batch from a seed, with bags of 0 to HOTNESS ids."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, HOTNESS + 1, (len(spec.features), samples))
     values, weights, wanted = [], [], []
@@ -161,7 +162,7 @@ def sizes_of(size: int, step: int) -> list[int]:
 
 
 def part_of(spec: CollectionSpec, whole: Whole, sizes: Sequence[int], rank: int) -> Whole:
-    """The samples of one rank."""
+    """The part of a batch that has the samples of one rank."""
     begin = sum(sizes[:rank])
     end = begin + sizes[rank]
     values, weights, wanted = [], [], []
@@ -174,34 +175,34 @@ def part_of(spec: CollectionSpec, whole: Whole, sizes: Sequence[int], rank: int)
 
 
 def arguments_of(batch: Whole) -> tuple[Tensor, Tensor, Tensor]:
-    """What a module is called with: values, offsets, weights."""
+    """The arguments of a call: values, offsets, weights."""
     offsets = torch.nn.functional.pad(batch.lengths.reshape(-1).cumsum(0), (1, 0))
     return torch.cat(batch.values), offsets, torch.cat(batch.weights)
 
 
 def loss_of(batch: Whole, results: dict[str, Tensor]) -> Tensor:
-    """Gradients depend on results: what differs in a step makes a difference in the next."""
+    """A loss whose gradients depend on the results, so that a difference in one step causes one in the next."""
     pairs = zip(results.values(), batch.wanted, strict=True)
     return torch.stack([(result * (result + wanted)).sum() for result, wanted in pairs]).sum()
 
 
 class Trained(NamedTuple):
-    """What a training came to."""
+    """The results of a training."""
 
     results: list[dict[str, Tensor]]
-    """Of every step."""
+    """The results of every step, by feature."""
     rows: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
 
 
 def drawn_rows(spec: CollectionSpec) -> dict[str, Tensor]:
-    """The tables before the first step."""
+    """The rows of all tables before the first step."""
     generator = torch.Generator().manual_seed(7)
     return {t.name: torch.randn(t.num_embeddings, t.embedding_dim, generator=generator) * 0.3 for t in spec.tables}
 
 
 def train_unsharded(training: Training) -> Trained:
-    """The truth: an unsharded collection on whole batches, by the reference."""
+    """Trains the truth: an unsharded collection on whole batches, by the reference."""
     spec = training.spec
     module = ef.EmbeddingCollection(spec, optimizer=training.optimizer, backend="reference")
     with torch.no_grad():
@@ -229,7 +230,7 @@ def sharded_module(training: Training, size: int, **options: Any) -> ef.sharded.
 
 
 def train_rank(rank: int, size: int, training: Training, **options: Any) -> Trained:
-    """One rank's part of a training; rows and states are whole, and the same on all ranks."""
+    """Trains one rank's part. Rows and states of the result are whole, and the same on all ranks."""
     module = sharded_module(training, size, **options)
     results = []
     for step in range(training.steps):
@@ -244,7 +245,7 @@ def train_rank(rank: int, size: int, training: Training, **options: Any) -> Trai
 
 
 def joined(ranks: Sequence[Trained]) -> Trained:
-    """The results of all ranks as those of whole batches."""
+    """Joins the results of all ranks to those of whole batches."""
     results = [
         {name: torch.cat([one[name] for one in of_ranks]) for name in of_ranks[0]}
         for of_ranks in zip(*(trained.results for trained in ranks), strict=True)
@@ -253,23 +254,24 @@ def joined(ranks: Sequence[Trained]) -> Trained:
 
 
 def tables_of(count: int) -> tuple[TableSpec, ...]:
-    """Tables with fewer rows than ranks among them, and odd dims."""
+    """Tables with odd dims, some with fewer rows than there are ranks."""
     shapes = ((11, 9), (2, 5), (13, 8), (3, 7), (10, 12), (7, 9), (5, 6))
     return tuple(TableSpec(f"t{number}", *shapes[number % len(shapes)]) for number in range(count))
 
 
 def feature_of(name: str, table: TableSpec, variant: Variant, padding_idx: int | None) -> FeatureSpec:
-    """One of VARIANTS."""
+    """A feature with one of VARIANTS."""
     pooling, weighted = variant
     return FeatureSpec(name, table.name, pooling, weighted, HOTNESS, padding_idx)
 
 
 def variants_of(rule: str, kind: str, variants: Sequence[Variant] = VARIANTS) -> Sequence[Variant]:
-    """What a table of this kind is looked up by in the collection of this rule.
+    """The variants by which a table of this kind is looked up in the collection of this rule.
 
-    Variants are dealt into lots, no more of them than kinds, nor than rules. A rule's kinds take lot after lot, each
-    rule beginning with the next lot: so every lot meets every rule and every kind, however many variants there are.
-    Neighbours share a lot and so a table: where none of its poolings adds, all of its numbers can be compared as bits.
+    Variants are divided into lots, at most as many as there are kinds and as there are rules. The kinds of a rule take
+    one lot after the other, and each rule starts with the next lot, so that every lot is combined with every rule and
+    with every kind, for any number of variants. Variants that are next to each other share a lot and so a table: if
+    none of a table's poolings adds, all of its numbers can be compared as bits.
     """
     size = ceil(len(variants) / min(len(KINDS), len(RULES)))
     lots = [variants[first : first + size] for first in range(0, len(variants), size)]
@@ -277,9 +279,9 @@ def variants_of(rule: str, kind: str, variants: Sequence[Variant] = VARIANTS) ->
 
 
 def every_kind(rule: str) -> Training:
-    """A table of every kind, each looked up by several features, in one collection.
+    """A collection with a table of every kind, each looked up by several features.
 
-    Any two of kind, pooling with or without weights, and rule meet in one of these collections.
+    Each pair of a kind, a pooling with or without weights, and a rule occurs in one of these collections.
     """
     tables = tables_of(len(KINDS))
     features = [
@@ -292,7 +294,7 @@ def every_kind(rule: str) -> Training:
 
 
 def one_kind(kind: str, rule: str = "adagrad") -> Training:
-    """All tables of one kind: of some, ranks hold nothing."""
+    """A collection whose tables are all of one kind; of some tables, some ranks hold nothing."""
     tables = tables_of(2)
     features = (
         feature_of("pooled", tables[0], ("mean", True), None),
@@ -304,10 +306,10 @@ def one_kind(kind: str, rule: str = "adagrad") -> Training:
 
 
 def every_format() -> Training:
-    """Two tables of every number format, cut so that sums keep their order.
+    """Two tables of every number format, sharded so that sums keep their order.
 
-    Rounded to nearest, because random numbers depend on where in its shard a row lies. No maximum is taken between
-    shards: the narrower a format, the more maxima are equal.
+    They are rounded to nearest, because the random numbers of stochastic rounding depend on a row's place in its shard.
+    No maximum is taken over several shards: the narrower a format, the more numbers are equally large.
     """
     tables, features, kinds = [], [], []
     for dtype in TABLE_DTYPES:
@@ -324,7 +326,7 @@ def every_format() -> Training:
 
 
 def by_table() -> Training:
-    """A table of every kind, and optimizers by table: two of them reduce rows whose columns are split."""
+    """A table of every kind, with optimizers by table: two of them reduce rows whose columns are split."""
     rules: dict[Any, ef.optim.Optimizer | None] = {
         "t5": RULES["lamb"], ("t0", "t4"): RULES["rowwise_adagrad"], "t3": None, "*": RULES["adam"],
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the ranks of `test_sharded_checkpoint.py` do. Each function runs on every rank of a group."""
+"""The ranks of `test_checkpoint.py`. Each function runs on every rank of a group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPEC = ef.CollectionSpec(
     [ef.FeatureSpec(name, name) for name in (*KINDS, "short")],
 )
 PLAN = ShardPlan(KINDS | {"short": RowWise("block")})
-"""Every kind; and a table of which one of three ranks holds no row."""
+"""A table of every kind, and a table of which one of three ranks holds no row."""
 
 
 def made(plan: ShardPlan = PLAN) -> ShardedEmbeddingCollection:
@@ -44,7 +44,7 @@ def made(plan: ShardPlan = PLAN) -> ShardedEmbeddingCollection:
 
 
 def whole(module: ShardedEmbeddingCollection) -> dict[str, torch.Tensor]:
-    """All rows, states and counters, whoever holds them."""
+    """All rows, states and counters, gathered from all ranks."""
     found = {}
     for table in SPEC.tables:
         found[table.name] = module.full(table.name)
@@ -57,7 +57,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def round_trip(rank: int, size: int, folder: str) -> dict[str, Any]:
-    """Saves a trained module; a fresh one that loads is the same, and goes on in the same way."""
+    """Saves a trained module. A new module that loads it has the same state and trains in the same way."""
     first, second, third = made(), made(), made()
     for number in range(2):
         step(first, batch_of(10 * number + rank, 3, SPEC))
@@ -78,7 +78,7 @@ def round_trip(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def refusal(state: dict[str, Any], folder: str) -> str:
-    """What torch says of a checkpoint that it does not load; its error is no Exception."""
+    """The error of torch for a checkpoint that it does not load; its type is no Exception."""
     try:
         dcp.load(state, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
@@ -87,7 +87,7 @@ def refusal(state: dict[str, Any], folder: str) -> str:
 
 
 def elsewhere(rank: int, size: int, folder: str) -> dict[str, Any]:
-    """Loads what another number of ranks, or another plan, has saved."""
+    """Loads what was saved by another number of ranks, or under another plan."""
     fresh = made()
     state, before = {"m": fresh.state_dict()}, whole(fresh)
     found: dict[str, Any] = {"ranks": refusal(state, folder)}

@@ -1,4 +1,4 @@
-"""What the ranks of tests/runtime/sharded/test_corners.py do: each function returns what its test asserts on."""
+"""The ranks of tests/runtime/sharded/test_corners.py: each function returns what its test makes assertions about."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def hierarchical_gradients_in_two_bytes(rank: int, size: int, backend: str) -> l
     return found
 
 
-def rows_that_come_behind_odd_columns(rank: int, size: int, backend: str) -> tuple[bool, float]:
+def rows_after_an_odd_number_of_columns(rank: int, size: int, backend: str) -> tuple[bool, float]:
     tables = (ef.TableSpec("a", 4, 5), ef.TableSpec("b", 6, 4))
     spec = ef.CollectionSpec(tables, (ef.FeatureSpec("fa", "a"), ef.FeatureSpec("fb", "b", "none")))
     module = made(spec, {"a": TableWise(1), "b": TableWise(1)}, backend=backend)
@@ -154,7 +154,8 @@ def weights_after_rows_have_changed(rank: int, size: int) -> str:
 
 
 def queries_for_gradients_of_weights(rank: int, size: int) -> list[bool]:
-    """Whether rows are what they were after passes that did not ask for them, and are not after one that did."""
+    """Whether passes that ask only for gradients of weights leave rows as they were, and whether other passes change
+    them."""
     found = []
     for accumulate in (False, True):
         module = made(spec_of(weighted=True), {"a": RowWise()}, accumulate=accumulate)
@@ -171,7 +172,7 @@ def queries_for_gradients_of_weights(rank: int, size: int) -> list[bool]:
 
 
 def losses_scaled_by_an_unknown_scaler(rank: int, size: int) -> str:
-    """One rank's loss is zero: all must hear of it all the same."""
+    """The error on each rank; on rank 0 the loss is zero, so that it sees the error only through the others."""
     module = made(spec_of(), {"a": RowWise()})
     loss = module(torch.tensor([0, 1]), offsets(2)).sum() * float(rank)
     try:
@@ -182,7 +183,7 @@ def losses_scaled_by_an_unknown_scaler(rank: int, size: int) -> str:
 
 
 def a_batch_that_changes_before_the_backward(rank: int, size: int) -> list[str]:
-    """What is said of ids and of offsets."""
+    """The errors for changed ids and for changed offsets."""
     found = []
     for changed in (0, 1):
         module = made(spec_of("none"), {"a": RowWise()})
@@ -197,7 +198,7 @@ def a_batch_that_changes_before_the_backward(rank: int, size: int) -> list[str]:
 
 
 def padding_that_is_no_row(rank: int, size: int) -> list[str]:
-    """Plans whose results or rows differ from the unsharded collection's, where padding is -1 and past the table."""
+    """Plans whose results or rows differ from the unsharded collection's if padding is -1 or past the table's end."""
     features = [
         ef.FeatureSpec(pooling, "a", pooling, pooling == "mean", 3, padding)  # type: ignore[arg-type]
         for pooling, padding in (("sum", -1), ("mean", ROWS), ("max", -1), ("none", -1), ("concat", ROWS + 5))
@@ -262,7 +263,7 @@ def a_batch_of_another_module(rank: int, size: int) -> str:
 
 
 def other_default_dtypes(rank: int, size: int) -> list[str]:
-    """Names of the plans whose training under another default dtype ends in other bits than under float32."""
+    """Names of the plans whose training under another default dtype gives other bits than under float32."""
     plans = {"replicas": DataParallel(), "rows": RowWise(), "columns": ColumnWise(2)}
     usual = {name: _trained_under(torch.float32, kind) for name, kind in plans.items()}
     return [
@@ -327,7 +328,7 @@ def no_memory_on_one_rank(rank: int, size: int) -> str:
 
 
 def timeouts(rank: int, size: int) -> bool:
-    """Whether a module's groups wait as long as the given one."""
+    """Whether a module's groups have the timeout of the group that it was passed."""
     module = ShardedEmbeddingCollection(
         spec_of(), ShardPlan({"a": RowWise()}), optimizer=ef.optim.SGD(lr=1.0), backend="reference"
     )
@@ -353,7 +354,7 @@ def a_dropped_module(rank: int, size: int) -> list[bool]:
 
 
 def optimizers_by_table(rank: int, size: int) -> dict[str, Any]:
-    """Tables of one rank each, of all of them, and replicated; one that is never trained."""
+    """Optimizers by table, for tables on one rank, on all ranks and replicated, and one that is never trained."""
     names = ("here", "there", "rows", "copies", "fixed")
     tables = [ef.TableSpec(name, ROWS, DIM) for name in names]
     spec = ef.CollectionSpec(tables, [ef.FeatureSpec(f"of_{name}", name) for name in names])
@@ -398,7 +399,7 @@ def optimizers_by_table(rank: int, size: int) -> dict[str, Any]:
 
 
 def fused_tables_with_optimizers(rank: int, size: int) -> tuple[str, list[float]]:
-    """Tables of one width are one, and so is their optimizer."""
+    """The error for different optimizers of tables that are fused to one table, and rows trained by one optimizer."""
     tables = [ef.TableSpec("a", ROWS, DIM), ef.TableSpec("b", ROWS, DIM), ef.TableSpec("c", ROWS, 8)]
     spec = ef.CollectionSpec(tables, [ef.FeatureSpec(f"of_{table.name}", table.name) for table in tables])
     slow, fast = ef.optim.SGD(lr=0.5), ef.optim.SGD(lr=1.0)
@@ -414,7 +415,7 @@ def fused_tables_with_optimizers(rank: int, size: int) -> tuple[str, list[float]
 
 
 def states_of_another_rule(rank: int, size: int) -> list[str]:
-    """What is said where a rule's states meet another rule, of a table that is spread by rows and by columns."""
+    """The errors if the states of a rule are loaded under another rule, for tables split by rows and by columns."""
     found = []
     for kind in (RowWise(), ColumnWise(2)):
         adam, lamb = (made(spec_of(), {"a": kind}, optimizer(lr=0.1)) for optimizer in (ef.optim.Adam, ef.optim.LAMB))
@@ -429,7 +430,7 @@ def states_of_another_rule(rank: int, size: int) -> list[str]:
 
 
 def everything(rank: int, size: int) -> dict[str, Any]:
-    """All of them that need no compiler, in one group."""
+    """Runs all functions that need no compiler in one group."""
     return {work.__name__: work(rank, size) for work in WORKS}
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of `test_ddp.py` do: everything in one group, because processes take longer to start than to train."""
+"""The ranks of `test_ddp.py`. All cases run in one group, because processes take longer to start than to train."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 class Replica(NamedTuple):
-    """What came of a replica."""
+    """The results of one case on one rank."""
 
     same: bool
-    """Whether all its gradients and parameters are those of one process that trains on the batches of all ranks."""
+    """Whether all gradients and parameters are those of one process that trains on the batches of all ranks."""
     sparse: list[bool]
     """Which tables have sparse gradients."""
     rows: list[list[float]]
@@ -59,14 +59,14 @@ def everything(rank: int, size: int) -> tuple[list[Replica], bool]:
 
 
 def optimizer_of(model: nn.Module, sparse: Any) -> torch.optim.Optimizer:
-    """One that takes gradients of that kind."""
+    """A torch optimizer that takes sparse or dense gradients, as the model has them."""
     if sparse is False:
         return torch.optim.Adam(model.parameters(), lr=0.05)
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 def replica(rank: int, size: int, sparse: Any, options: dict[str, Any]) -> Replica:
-    """Trained under DistributedDataParallel, beside a module that no process shares."""
+    """Trains a model under DistributedDataParallel, and the same model without it on the batches of all ranks."""
     model, alone = Model(sparse), Model(sparse)
     wrapped = DistributedDataParallel(model, **options)
     same = True
@@ -82,15 +82,15 @@ def replica(rank: int, size: int, sparse: Any, options: dict[str, Any]) -> Repli
                 nn.utils.clip_grad_norm_(each.parameters(), 0.5)
             optimizer.step()
         same = same and all(
-            torch.equal(_dense(ours.grad), _dense(theirs.grad)) and torch.equal(ours, theirs)
-            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)
+            torch.equal(_dense(one.grad), _dense(other.grad)) and torch.equal(one, other)
+            for one, other in zip(model.parameters(), alone.parameters(), strict=True)
         )
     kinds = [bool(p.grad is not None and p.grad.is_sparse) for p in model.tables.parameters()]
     return Replica(same, kinds, model.tables.weight("a").tolist())
 
 
 def sharded_by_torch(rank: int, size: int) -> bool:
-    """FSDP2 over a table with dense gradients and no gaps between its rows: the gradient of all batches."""
+    """Whether FSDP2 over a table with dense gradients, whose rows have no gaps, gives the gradient of all batches."""
     made = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -99,9 +99,9 @@ def sharded_by_torch(rank: int, size: int) -> bool:
     sharded(*draw(seed=rank, spec=UNPADDED)).square().sum().backward()
     for other in range(size):
         (alone(*draw(seed=other, spec=UNPADDED)).square().sum() / size).backward()
-    (ours,), (theirs,) = sharded.parameters(), alone.parameters()
-    whole: Any = ours.grad
-    return torch.equal(whole.full_tensor(), theirs.grad)  # type: ignore[arg-type]
+    (one,), (other,) = sharded.parameters(), alone.parameters()
+    whole: Any = one.grad
+    return torch.equal(whole.full_tensor(), other.grad)  # type: ignore[arg-type]
 
 
 def _dense(gradient: Tensor | None) -> Tensor:

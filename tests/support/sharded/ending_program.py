@@ -24,7 +24,7 @@ def rank(number: int, size: int, store: str) -> None:
     for seed in range(2):
         for module in modules:
             step(module, batch_of(10 * seed + number, 3))
-    # What a loaded machine does sometimes, often: gloo's threads come too late to drop the last tensors.
+    # Makes often what happens on a loaded machine sometimes: gloo's threads are too late to drop the last tensors.
     waiting.SECONDS = 0.0
     sys.setswitchinterval(10)
     sizes = [8] * size
@@ -35,7 +35,7 @@ def rank(number: int, size: int, store: str) -> None:
 
 
 def exit_codes(size: int) -> list[int]:
-    """Of every rank of one run."""
+    """Runs the program once and returns the exit code of every rank."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "support.sharded.ending_program", str(size), f"{folder}/store"]
         ranks = [subprocess.Popen([*command, str(number)], cwd=Path(__file__).parents[2]) for number in range(size)]

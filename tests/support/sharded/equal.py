@@ -19,7 +19,7 @@ from support.sharded.ranks import run_ranks
 from torch import Tensor
 
 UNIT = 2.0**-24
-"""By which a rounded fp32 sum is off, relative to its largest term: what another order of terms changes."""
+"""The rounding error of an fp32 sum, relative to its largest term: a different order of terms changes this much."""
 
 
 TOLERANCE = {
@@ -35,15 +35,15 @@ TOLERANCE = {
     "ftrl": 100 * UNIT,
     "lamb": 100 * UNIT,
 }
-"""By rule, what results, rows and states may differ after 20 steps, relative to the largest number of the tensor, where
-sums have their terms in another order. A step's sums have few terms and add a unit or two; rules that scale a whole
-row by one number carry that on as it is: 20 times two. Rules that divide an element by a number of its own make a
-relative error of a small gradient as large as one of the largest: more than twice that."""
+"""By rule: how much results, rows and states may differ after 20 steps, relative to the tensor's largest number, if sums
+have their terms in a different order. A step's sums have few terms and add one or two units. Rules that scale a
+whole row by one number do not change this relative error: 20 times two. Rules that divide each element by a number of
+its own make the relative error of a small gradient as important as that of the largest: more than twice as much."""
 
 
 def train_all(rank: int, size: int, trainings: Sequence[Training], options: dict[str, Any]) -> bytes:
-    """What the ranks trained, and a share of the truths. As bytes: tensors cannot leave a process that ends.
-    By torch.save, because pickle alone does not read 8-bit floats back."""
+    """Trains on a rank, and also its share of the unsharded truths. Returns both as bytes, because tensors cannot leave
+    a process that ends, written by torch.save, because pickle alone does not read 8-bit floats back."""
     truths = {training.name: train_unsharded(training) for training in trainings[rank::size]}
     stream = io.BytesIO()
     torch.save(([train_rank(rank, size, training, **options) for training in trainings], truths), stream)
@@ -51,7 +51,7 @@ def train_all(rank: int, size: int, trainings: Sequence[Training], options: dict
 
 
 def check(trainings: Sequence[Training], size: int, **options: Any) -> None:
-    """Trains all on fresh ranks and on one, and compares."""
+    """Trains all on new ranks and on one process, and compares."""
     of_each = run_ranks(size, train_all, trainings, options, timeout=1800.0)
     found = [torch.load(io.BytesIO(trained), weights_only=False) for trained in of_each]
     truths = {name: truth for _, of_rank in found for name, truth in of_rank.items()}
@@ -63,7 +63,7 @@ def check(trainings: Sequence[Training], size: int, **options: Any) -> None:
 
 
 def compare(training: Training, size: int, found: Trained, wanted: Trained) -> None:
-    """Bits where all sums keep their order, else numbers within the rule's tolerance."""
+    """Compares bits if all sums keep their order, otherwise numbers within the rule's tolerance."""
     for table in training.spec.tables:
         rule = base_rule(training, table.name)
         features = [feature.name for feature in training.features(table.name)]
@@ -85,13 +85,13 @@ def compare(training: Training, size: int, found: Trained, wanted: Trained) -> N
 
 
 def base_rule(training: Training, table: str) -> str:
-    """The rule of a table; of one that is not trained, whose results are sums nevertheless, the plainest."""
+    """The name of a table's rule; "sgd" for a table that is not trained, because its results are sums too."""
     found = training.rule(table)
     return next((name for name, optimizer in RULES.items() if type(optimizer) is type(found)), "sgd")
 
 
 def difference(mine: Tensor, true: Tensor) -> float:
-    """The largest, relative to the largest number; infinite where one is not a number."""
+    """The largest difference relative to the largest number; infinite if it is NaN."""
     assert mine.shape == true.shape and mine.dtype == true.dtype
     if torch.equal(mine, true):
         return 0.0

@@ -1,4 +1,4 @@
-"""What a training step sends, exactly: the formulas of `codegen/planner/traffic.py` for ids that are counted.
+"""The exact bytes that a training step sends, by the formulas of `codegen/planner/traffic.py` and counted ids.
 
 What a rank sends to itself is not counted; an all-reduce counts the bytes of its tensor once.
 """
@@ -40,40 +40,40 @@ COUNTERS = (
     "row_norms",
     "replicas",
 )
-"""What bytes are counted under."""
+"""The names of the byte counters."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """What a step asks for."""
+    """The counts of a step."""
 
     samples: tuple[int, ...]
-    """Of each rank."""
+    """The samples of each rank."""
     ids: Ints
     """`[rank, stream]`: ids that a rank puts into a stream."""
     asked: Ints
-    """`[rank, stream]`: pools that a rank asks for, if it asks."""
+    """`[rank, stream]`: pools that a rank requests, if it requests pools at all."""
     touched: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
-    """By table and by the ranks that hold a row, one per piece of columns: how many such rows get a gradient, from
-    any rank. Only tables whose columns are split need an entry."""
+    """By table and by the ranks that hold a row (one per piece of columns): how many such rows get a gradient from any
+    rank. Only tables whose columns are split have an entry."""
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Bytes by counter, `[source, destination]`; those of an all-reduce stand on the diagonal."""
+    """Bytes by counter, `[source, destination]`; those of an all-reduce are on the diagonal."""
 
     pairs: dict[str, Ints]
 
     def sent(self, rank: int) -> dict[str, int]:
         """A rank's counters; those that stay zero are left out."""
-        found = {name: int(pairs[rank].sum()) for name, pairs in self.pairs.items()}
-        return {name: count for name, count in found.items() if count}
+        counts = {name: int(pairs[rank].sum()) for name, pairs in self.pairs.items()}
+        return {name: count for name, count in counts.items() if count}
 
 
 def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, update: Update | None = None) -> Traffic:
-    """What a training step sends, exactly. A forward alone sends header, ids and vectors of all kinds."""
+    """The bytes of a training step. A forward alone sends header, ids and vectors of all kinds."""
     wire = wire or Wire()
     n = geometry.world_size
     samples = np.asarray(counted.samples, dtype=np.int64)
@@ -85,8 +85,8 @@ def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, u
         weighted = sent[:, [stream.weighted for stream in described]].sum(axis=1)
         asking = asking_of(geometry, d, counted) if wire.pools == "different" else np.zeros(n, dtype=bool)
         asked = np.where(asking, counted.asked[:, list(geometry.asking_to[d])].sum(axis=1), 0)
-        told = len(streams) + len(geometry.asking_to[d]) * (wire.pools == "different")
-        pairs["header"][:, d] = header_bytes(told)
+        counts = len(streams) + len(geometry.asking_to[d]) * (wire.pools == "different")
+        pairs["header"][:, d] = header_bytes(counts)
         pairs["ids"][:, d] = id_bytes(sent.sum(axis=1), samples, pooled, weighted, geometry.wide_ids, asked)
         pairs["vectors"][d] = _vectors(geometry, d, counted, wire.forward, asking)
         pairs["gradients"][:, d] = _vectors(geometry, d, counted, wire.gradients, np.zeros(n, dtype=bool))
@@ -103,7 +103,7 @@ def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, u
 
 
 def asking_of(geometry: Geometry, owner: int, counted: Counted) -> NDArray[np.bool_]:
-    """Of each rank whether it asks the owner for pools."""
+    """For each rank: whether it requests pools from the owner."""
     streams = list(geometry.asking_to[owner])
     columns = np.array([geometry.direct_columns[t] for t in streams], dtype=np.int64)
     asked = counted.asked[:, streams]
@@ -112,7 +112,7 @@ def asking_of(geometry: Geometry, owner: int, counted: Counted) -> NDArray[np.bo
 
 
 def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str, asking: NDArray[np.bool_]) -> Ints:
-    """Bytes between an owner and every rank."""
+    """The bytes of vectors between an owner and every rank."""
     local = geometry.locals[owner]
     samples = np.asarray(counted.samples, dtype=np.int64)
     if local is None:
@@ -159,10 +159,10 @@ def count_ids(
     batches: Sequence[tuple[NDArray[Any], NDArray[Any]]],
     duplicates: Duplicates = "keep",
 ) -> Counted:
-    """Counts the ids of a step: of each rank its `values` and feature-major `offsets`.
+    """Counts the ids of a step, from each rank's `values` and feature-major `offsets`.
 
-    Where one rank pools whole bags, all ids travel, so that places in a bag stay what they are. Else padding stays at
-    home, and so do ids outside their table.
+    If one rank pools whole bags, all ids are sent, so that positions in a bag do not change. Otherwise padding and ids
+    outside their table are not sent.
     """
     counts = np.zeros((geometry.world_size, len(geometry.streams)), dtype=np.int64)
     asked = np.zeros_like(counts)
@@ -209,7 +209,8 @@ def _is_in(ids: NDArray[Any], wanted: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _asked(ids: NDArray[Any], bags: NDArray[Any], here: NDArray[np.bool_], rows: int, weighted: bool) -> int:
-    """Pools that are asked for: of bags that are not empty, those of one id and no weight once for all with that id."""
+    """The number of pools that are requested: one per bag that is not empty, but only one for all bags that have the
+    same single id and no weight."""
     lengths = np.bincount(bags[here], minlength=bags[-1] + 1 if len(bags) else 0)
     single = here & (lengths[bags] == 1) & (ids >= 0) & (ids < rows) & (not weighted)
     return int((lengths > 0).sum() - single.sum() + len(np.unique(ids[single])))
@@ -221,6 +222,6 @@ def _of_shard(ids: NDArray[Any], placed: TablePlacement, shards: int, shard: int
 
 
 def _shard_of(ids: NDArray[Any], placed: TablePlacement, shards: int) -> NDArray[Any]:
-    """Which of so many row shards holds each id."""
+    """For each id: the row shard of `shards` that holds it."""
     found: NDArray[Any] = ids % shards if placed.by == "modulo" else ids // -(-placed.table.num_embeddings // shards)
     return found

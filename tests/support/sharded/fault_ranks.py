@@ -1,4 +1,4 @@
-"""What the ranks of `test_sharded_faults.py` do. Each function runs on every rank of a group."""
+"""The ranks of `test_faults.py`. Each function runs on every rank of a group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Outcome = tuple[str, str]
 
 
 def bad_ids(rank: int, size: int, backend: str, dtype: torch.dtype) -> dict[str, Any]:
-    """A bad id in every feature, on the last rank; then a good batch."""
+    """For every feature: a batch with a bad id on the last rank; then a good batch."""
     module = made(backend=backend)
     before = full_rows(module)
     good = batch_of(rank, 3, dtype=dtype, least=1)
@@ -57,7 +57,7 @@ def bad_ids(rank: int, size: int, backend: str, dtype: torch.dtype) -> dict[str,
 
 
 def with_id(batch: Batch, feature: int, bad: int) -> Batch:
-    """The batch with another id at the last place of a feature."""
+    """The batch with `bad` as the last id of a feature."""
     values, offsets, weights = batch
     size = (offsets.numel() - 1) // len(SPEC.features)
     values = values.clone()
@@ -82,7 +82,7 @@ def same_rows(module: Any, whole: Any) -> bool:
 
 
 def bad_arguments(rank: int, size: int) -> dict[str, Any]:
-    """What is wrong on one rank only, by what it is."""
+    """By the kind of mistake: the error if only one rank makes it."""
     module = made()
     values, offsets, weights = batch_of(rank, 3, least=1)
     cases: dict[str, tuple[Any, ...]] = {
@@ -106,7 +106,7 @@ def bad_arguments(rank: int, size: int) -> dict[str, Any]:
 
 
 def no_kernel(rank: int, size: int, empty: str) -> dict[str, Any]:
-    """Rank 1 cannot build what training takes; then it can."""
+    """Rank 1 cannot build the kernels for training, and later it can."""
     spec = ef.CollectionSpec((ef.TableSpec("t", 9, 4),), (ef.FeatureSpec("f", "t"),))
     module = made(spec, ShardPlan.row_wise(spec), backend="cpu", optimizer=ef.optim.SGD(lr=0.1))
     batch = batch_of(rank, 3, spec, least=1)[:2]
@@ -125,7 +125,7 @@ def no_kernel(rank: int, size: int, empty: str) -> dict[str, Any]:
 
 
 def groups(rank: int, size: int) -> dict[str, Any]:
-    """Modules made and closed again and again, where ranks are in unequal numbers of groups."""
+    """Makes and closes modules repeatedly while ranks are in unequal numbers of groups."""
     found: dict[str, Any] = {}
     batch = batch_of(rank, 3, least=1)
     dist.new_group([0], use_local_synchronization=True)  # rank 0 alone
@@ -136,7 +136,7 @@ def groups(rank: int, size: int) -> dict[str, Any]:
     part = dist.new_group([0, 1])
     if rank < 2:
         found["unequal"] = outcome(lambda: made(process_group=part, timeout=LONG))
-    dist.new_group([1], use_local_synchronization=True)  # now 0 and 1 are in equally many
+    dist.new_group([1], use_local_synchronization=True)  # now ranks 0 and 1 are in equally many groups
     if rank < 2:
         for _ in range(2):
             module = made(process_group=part, timeout=LONG)
@@ -147,19 +147,19 @@ def groups(rank: int, size: int) -> dict[str, Any]:
 
 
 def other_backend(rank: int, size: int) -> dict[str, Any]:
-    """A group whose backend is not the default one's; and one that cannot serve the device."""
+    """A group with another backend than the default group's, and one whose backend cannot serve the device."""
     module = made(process_group=dist.new_group(backend="cpu:gloo"), timeout=LONG)
     step(module, batch_of(rank, 3))
     found = {
         "own": dist.get_backend_config(module._ids.group),
         "device": outcome(lambda: made(process_group=dist.new_group(backend="cuda:gloo"), timeout=LONG)),
     }
-    dist.barrier()  # a rank that is ahead must not end while another one still connects
+    dist.barrier()  # a fast rank must not end while another one still connects
     return found
 
 
 def nodes(rank: int, size: int) -> dict[str, Any]:
-    """Ranks a node as torchrun says; nodes of unequal size are one."""
+    """The ranks per node, which torchrun passes in the environment; nodes of unequal size count as one node."""
     found = {}
     for name, local in {"equal": 2, "unequal": 1 if rank < 1 else 3}.items():
         os.environ["LOCAL_WORLD_SIZE"] = str(local)
@@ -172,7 +172,7 @@ def nodes(rank: int, size: int) -> dict[str, Any]:
 
 
 def unmade(rank: int, size: int) -> dict[str, Outcome]:
-    """What one rank alone cannot make; what it refuses itself."""
+    """Errors of modules that one rank alone cannot make, and of arguments that a rank refuses without asking others."""
     link = Link(bandwidth=1e9, latency=1e-6)
     small = Topology("small", 1, 2, 1.0, 1e9, 1e9, link, link) if rank == 1 else None
     found = {"memory": outcome(lambda: made(topology=small, timeout=LONG))}
@@ -187,7 +187,7 @@ def with_long_concat(values: Tensor, weights: Tensor) -> Batch:
 
 
 def zero_bounds(rank: int, size: int) -> tuple[bool, bool]:
-    """Ids outside of their tables count as absent, as in an unsharded collection."""
+    """Whether ids outside of their tables count as absent, as in an unsharded collection."""
     module, whole = made(bounds_check="zero"), unsharded(bounds_check="zero")
     batches = [with_id(with_id(batch_of(r, 3, least=1), 0, -5), 6, 10**9 + r) for r in range(size)]
     for number in range(len(SPEC.features)):
@@ -200,7 +200,7 @@ def zero_bounds(rank: int, size: int) -> tuple[bool, bool]:
 
 
 def killed(rank: int, size: int, when: str) -> Outcome:
-    """One rank dies by a signal in the middle of a step: before its vectors, or before its backward."""
+    """One rank is killed in the middle of a step: before it sends vectors, or before its backward."""
     module = made(timeout=LONG)
     step(module, batch_of(rank, 3))
     if rank == 1 and when == "vectors":
@@ -214,8 +214,8 @@ def killed(rank: int, size: int, when: str) -> Outcome:
 
 
 def stops_calling(rank: int, size: int) -> Outcome:
-    """A rank that lives on but calls no more."""
-    step(made(timeout=LONG), batch_of(rank, 3))  # so that what is slow only once is done
+    """One rank keeps living but makes no more calls."""
+    step(made(timeout=LONG), batch_of(rank, 3))  # does what is slow only the first time
     dist.barrier()
     module = made(timeout=SHORT)
     step(module, batch_of(rank, 3))
@@ -223,19 +223,19 @@ def stops_calling(rank: int, size: int) -> Outcome:
 
 
 def never_made(rank: int, size: int) -> Outcome:
-    """A rank that goes its own way where the others make the module."""
+    """One rank does not make the module that the others make."""
     return _without_rank_1(rank, lambda: made(timeout=SHORT))
 
 
 def _without_rank_1(rank: int, call: Callable[[], Any]) -> Outcome:
-    """What a call of rank 0 ends in while rank 1 lives and does nothing."""
+    """The outcome of a call of rank 0 while rank 1 lives and does nothing."""
     found = outcome(call) if rank == 0 else ("nothing", "")
     dist.barrier()
     return found
 
 
 def no_samples(rank: int, size: int) -> bool:
-    """Ranks without samples, one or all of them, take part in forward and backward."""
+    """Whether ranks without samples, one or all of them, take part in forward and backward."""
     module, whole = made(), unsharded()
     for sizes in ([0, *[2] * (size - 1)], [*[2] * (size - 1), 0], [0] * size):
         batches = [batch_of(9 + r, sizes[r]) for r in range(size)]
@@ -246,7 +246,7 @@ def no_samples(rank: int, size: int) -> bool:
 
 
 def out_of_step(rank: int, size: int) -> dict[str, Any]:
-    """One rank has made a call more, without samples of the others; one has gradients off."""
+    """Errors if one rank has made one more call than the others, and if one has gradients off."""
     module = made()
     step(module, batch_of(rank, 2))
     if rank == 0:
@@ -262,7 +262,7 @@ def out_of_step(rank: int, size: int) -> dict[str, Any]:
 
 
 def mismatches(rank: int, size: int) -> dict[str, Outcome]:
-    """Modules made with something else on the last rank."""
+    """Errors of modules that are made with a different argument on the last rank."""
     last = rank == size - 1
     grown = ef.CollectionSpec((ef.TableSpec("rows", 10 if last else 9, 4), *SPEC.tables[1:]), SPEC.features)
     renamed = ef.CollectionSpec((ef.TableSpec("lines" if last else "rows", 9, 4),), (
@@ -298,7 +298,7 @@ def mismatches(rank: int, size: int) -> dict[str, Outcome]:
 
 
 def uneven(rank: int, size: int, trains: bool) -> tuple[bool, int]:
-    """Rank r has r + 1 batches."""
+    """Uneven numbers of batches under Join: rank r has r + 1 batches."""
     module, whole = made(), unsharded()
     batches = [[batch_of(10 * r + n, 2) for n in range(r + 1)] for r in range(size)]
     results = []
@@ -306,8 +306,8 @@ def uneven(rank: int, size: int, trains: bool) -> tuple[bool, int]:
         for batch in batches[rank]:
             results.append(step(module, batch) if trains else module.forward_dict(*batch))
     for n in range(size):
-        there = [batches[r][n] for r in range(size) if n <= r]
-        expected = step(whole, joined(there)) if trains else whole.forward_dict(*joined(there))
+        of_step = [batches[r][n] for r in range(size) if n <= r]
+        expected = step(whole, joined(of_step)) if trains else whole.forward_dict(*joined(of_step))
         if n <= rank:
             first = 2 * [r for r in range(size) if n <= r].index(rank)
             for name in ("sum", "mean", "concat", "max", "copied"):
@@ -318,7 +318,7 @@ def uneven(rank: int, size: int, trains: bool) -> tuple[bool, int]:
 
 
 def refused_in_join(rank: int, size: int) -> list[Outcome]:
-    """What cannot work there is said before anybody waits."""
+    """What cannot work under Join is refused before any rank waits."""
     waits = made(accumulate=True)
     found = [outcome(lambda: Join([waits]))]
     module = made()
@@ -328,7 +328,7 @@ def refused_in_join(rank: int, size: int) -> list[Outcome]:
 
 
 def prefetched(rank: int, size: int) -> list[Any]:
-    """A bad batch among prefetched ones is raised in its place."""
+    """The error of a bad batch among prefetched ones is raised when its turn comes."""
     module = made()
     batches = [batch_of(rank, 2, least=1), batch_of(rank + 9, 2, least=1), batch_of(rank + 20, 2, least=1)]
     if rank == 0:
@@ -343,7 +343,8 @@ def prefetched(rank: int, size: int) -> list[Any]:
 
 
 def released(rank: int, size: int) -> tuple[list[Outcome], int, list[bool]]:
-    """Failed calls keep nothing alive: tensors before and after, and whether the batches are gone."""
+    """Whether failed calls keep anything alive: their errors, how many more tensors there are, and which batches are
+    freed."""
     module = made()
     kept: list[Any] = []
     errors: list[Outcome] = []
@@ -353,7 +354,7 @@ def released(rank: int, size: int) -> tuple[list[Outcome], int, list[bool]]:
         kept.extend(weakref.ref(tensor) for tensor in batch)
         errors.append(outcome(lambda: step(module, batch)))
 
-    fail()  # what is made once, at the first call, is made
+    fail()  # the first call makes what is made only once
     before = tensors()
     for _ in range(3):
         fail()

@@ -1,4 +1,4 @@
-"""A small collection of all kinds of features and plans, and what tests of ranks do with it."""
+"""A small collection of all kinds of features and shard plans, and helpers for tests of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def made(spec: ef.CollectionSpec = SPEC, plan: ShardPlan = PLAN, **options: Any) -> ShardedEmbeddingCollection:
-    """With rows that are the same whatever the ranks. The reference backend: nothing to compile."""
+    """A sharded module whose rows do not depend on the number of ranks, by the reference, which compiles nothing."""
     options = {"optimizer": ef.optim.Adagrad(lr=0.1), "backend": "reference"} | options
     module = ShardedEmbeddingCollection(spec, plan, **options)
     module.load_full(rows_of(spec))
@@ -43,7 +43,7 @@ def made(spec: ef.CollectionSpec = SPEC, plan: ShardPlan = PLAN, **options: Any)
 
 
 def unsharded(spec: ef.CollectionSpec = SPEC, **options: Any) -> ef.EmbeddingCollection:
-    """The same on one rank."""
+    """The same collection as one unsharded module."""
     module = ef.EmbeddingCollection(spec, **({"optimizer": ef.optim.Adagrad(lr=0.1), "backend": "reference"} | options))
     for name, rows in rows_of(spec).items():
         module.weight(name).copy_(rows)
@@ -58,7 +58,7 @@ def rows_of(spec: ef.CollectionSpec) -> dict[str, Tensor]:
 def batch_of(
     seed: int, size: int, spec: ef.CollectionSpec = SPEC, dtype: torch.dtype = torch.int64, least: int = 0
 ) -> Batch:
-    """Bags of up to 3 ids."""
+    """A batch with bags of up to 3 ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(least, 4, (len(spec.features) * size,), generator=generator)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -71,7 +71,7 @@ def batch_of(
 
 
 def joined(batches: Sequence[Batch], spec: ef.CollectionSpec = SPEC) -> Batch:
-    """Batches of several ranks as one."""
+    """The batches of several ranks as one batch."""
     count = len(spec.features)
     values, weights, lengths = [], [], []
     for feature in range(count):
@@ -87,12 +87,12 @@ def joined(batches: Sequence[Batch], spec: ef.CollectionSpec = SPEC) -> Batch:
 
 
 def loss_of(results: dict[str, Tensor]) -> Tensor:
-    """Of every number of the results another gradient, whatever the rank."""
+    """A loss that gives every number of the results a gradient of its own, the same on any rank."""
     return sum((result * result).sum() + result.sum() for result in results.values())  # type: ignore[return-value]
 
 
 def step(module: Any, batch: Batch) -> dict[str, Tensor]:
-    """One training step; the results."""
+    """Makes one training step and returns the results."""
     results: dict[str, Tensor] = module.forward_dict(*batch)
     loss_of(results).backward()  # type: ignore[no-untyped-call]
     return results
@@ -103,7 +103,7 @@ def full_rows(module: ShardedEmbeddingCollection) -> dict[str, Tensor]:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str]:
-    """The kind and the words of the error that a call raises."""
+    """The type and the message of the error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -112,6 +112,6 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 SHORT = timedelta(seconds=3)
-"""A timeout of groups that tests wait for: only where a rank never comes."""
+"""The timeout of groups in which a rank never comes: tests wait until it is over."""
 LONG = timedelta(seconds=1200)
-"""One that no test reaches: what fails before it fails for another reason."""
+"""A timeout that no test reaches: a call that fails earlier fails for another reason."""

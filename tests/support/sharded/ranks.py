@@ -1,4 +1,4 @@
-"""Real process groups for tests: a function on every rank of a gloo group of fresh processes.
+"""Real process groups for tests: runs a function on every rank of a gloo group of new processes.
 
 Processes are forked from a server that has imported torch once, so a rank starts in a fraction of a second.
 """
@@ -17,12 +17,12 @@ from typing import Any
 
 TIMEOUT = 600.0
 GROUP_TIMEOUT = timedelta(seconds=TIMEOUT)
-"""Seconds after which a test's ranks are taken for hung."""
+"""Seconds after which the ranks of a test are taken to hang."""
 PRELOADED = ["torch", "torch.distributed", "numpy", "embforge.sharded.collection", "embforge.launch.cpu.backward"]
 
 
 class RankFailure(AssertionError):
-    """A rank raised: its traceback."""
+    """A rank raised an error. The message is its traceback."""
 
 
 def run_ranks(
@@ -32,7 +32,7 @@ def run_ranks(
     timeout: float = TIMEOUT,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
-    """`work(rank, size, *arguments)` on every rank of a fresh gloo group; what each returned, by rank.
+    """Calls `work(rank, size, *arguments)` on every rank of a new gloo group, and returns the results by rank.
 
     `RankFailure` with the traceback of the first rank that raised, or if one hung or died.
     """
@@ -50,7 +50,7 @@ def start_ranks(
     timeout: float = TIMEOUT,
     environment: dict[str, str] | None = None,
 ) -> list[tuple[bool, Any]]:
-    """The same, but failures are results: (True, value) or (False, traceback) of every rank."""
+    """Like `run_ranks`, but failures are results: (True, value) or (False, traceback) for every rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     inherited = {name: value for name, value in os.environ.items() if name.startswith("EMBFORGE_")}

@@ -1,4 +1,5 @@
-"""What torchrun starts on every rank: trains a small collection by nodes and by rows, and compares with one process.
+"""The script that torchrun starts on every rank: trains a small collection by nodes and by rows, and compares with one
+process.
 
 Prints `ok RANK WORLD_SIZE NODE_SIZE` and the address of its host."""
 
@@ -21,7 +22,7 @@ STEPS, SAMPLES = 3, 2
 
 
 def batch_of(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two ids a bag, whole tables' rows, samples in order: so that batches of ranks are parts of one."""
+    """A batch with two ids per bag from a seed; the first samples do not depend on `size`."""
     generator = torch.Generator().manual_seed(seed)
     tables = [SPEC.table(feature.table).num_embeddings for feature in SPEC.features]
     values = [torch.randint(rows, (size, 2), generator=generator) for rows in tables]
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def address() -> str:
-    """Of this host, towards the master's."""
+    """The address of this host in its connection to the master's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""What the ranks of `test_sharded_torch.py` do. Each function runs on every rank of a group."""
+"""The ranks of `test_torch.py`. Each function runs on every rank of a group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from embforge.sharded import ColumnWise, Hierarchical, RowWise, ShardPlan
 POOLED = ef.CollectionSpec(SPEC.tables, tuple(f for f in SPEC.features if f.pooling != "none"))
 WIDTH = 32
 DENSE = 3
-"""Numbers of a sample beside its bags."""
+"""Dense numbers of a sample, in addition to its bags."""
 
 
 class Model(nn.Module):
-    """A recommender in small: dense layers below and above, tables between."""
+    """A small recommender: dense layers below and above, tables between them."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Model(nn.Module):
 
 
 def samples_of(seed: int, size: int) -> tuple[Tensor, Tensor, Batch]:
-    """Dense numbers, targets and bags."""
+    """Draws dense numbers, targets and bags."""
     generator = torch.Generator().manual_seed(seed)
     dense, targets = torch.randn(size, DENSE, generator=generator), torch.rand(size, 1, generator=generator)
     return dense, targets, batch_of(seed, size, POOLED)
 
 
 def train(model: nn.Module, batches: list[tuple[Tensor, Tensor, Batch]], parameters: Any = None) -> list[float]:
-    """Steps of plain SGD; the losses."""
+    """Makes steps of plain SGD and returns the losses."""
     optimizer = torch.optim.SGD(model.parameters() if parameters is None else parameters, lr=0.05)
     losses = []
     for dense, targets, batch in batches:
@@ -63,8 +63,8 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor, Batch]], paramet
 STEPS, SIZE = 4, 3
 
 
-def everybody(size: int) -> list[list[tuple[Tensor, Tensor, Batch]]]:
-    """Of each rank its batches."""
+def batches_by_rank(size: int) -> list[list[tuple[Tensor, Tensor, Batch]]]:
+    """The batches of each rank."""
     return [[samples_of(100 * rank + n, SIZE) for n in range(STEPS)] for rank in range(size)]
 
 
@@ -72,7 +72,7 @@ def alone(size: int) -> Model:
     """The same model, trained by one process on the batches of all ranks put together."""
     model = Model(unsharded(POOLED))
     whole = []
-    for of_step in zip(*everybody(size), strict=True):
+    for of_step in zip(*batches_by_rank(size), strict=True):
         dense, targets, batches = zip(*of_step, strict=True)
         whole.append((torch.cat(dense), torch.cat(targets), joined(batches, POOLED)))
     train(model, whole)
@@ -89,7 +89,7 @@ def assert_alike(model: Any, expected: Model) -> None:
 
 
 def no_tables_inside(model: nn.Module, tables: nn.Module) -> bool:
-    """Whether torch sees nothing of the tables that it could broadcast, average or split."""
+    """Whether torch finds no parameter or buffer of the tables that it could broadcast, average or split."""
     nothing = not [*tables.parameters(), *tables.buffers(), *tables.children()]
     return nothing and all("tables" not in name for name, _ in [*model.named_parameters(), *model.named_buffers()])
 
@@ -99,11 +99,11 @@ def inside_ddp(rank: int, size: int) -> tuple[bool, bool]:
     tables = made(POOLED, average_gradients=True)
     model = Model(tables)
     if rank:
-        for parameter in model.parameters():  # what DDP must make alike
+        for parameter in model.parameters():  # DDP must make these equal on all ranks
             nn.init.zeros_(parameter)
     ddp = DistributedDataParallel(model)
     untouched = all(torch.equal(rows, rows_of(POOLED)[name]) for name, rows in full_rows(tables).items())
-    train(ddp, everybody(size)[rank])
+    train(ddp, batches_by_rank(size)[rank])
     assert_alike(model, alone(size))
     copies: list[Any] = [None] * size
     dist.all_gather_object(copies, tables.weight("copied").clone())
@@ -112,7 +112,7 @@ def inside_ddp(rank: int, size: int) -> tuple[bool, bool]:
 
 
 def unsharded_inside(rank: int, size: int) -> dict[str, Any]:
-    """What a collection that trains its own rows says inside of wrappers, and where it may say nothing."""
+    """The errors of an unsharded collection that trains its rows inside of wrappers, and the uses that are allowed."""
     from torch.distributed.fsdp import fully_shard
 
     dense, _, batch = samples_of(rank, SIZE)
@@ -138,7 +138,7 @@ def unsharded_inside(rank: int, size: int) -> dict[str, Any]:
 
 
 def inside_fsdp(rank: int, size: int, whole: bool) -> tuple[bool, int]:
-    """FSDP2 on the dense layers alone, or on all of the model."""
+    """Trains with FSDP2 on the dense layers alone, or on the whole model."""
     from torch.distributed.fsdp import fully_shard
 
     tables = made(POOLED, average_gradients=True)
@@ -149,13 +149,13 @@ def inside_fsdp(rank: int, size: int, whole: bool) -> tuple[bool, int]:
     if whole:
         fully_shard(model, mesh=mesh)
     before = all(torch.equal(rows, rows_of(POOLED)[name]) for name, rows in full_rows(tables).items())
-    train(model, everybody(size)[rank])
+    train(model, batches_by_rank(size)[rank])
     assert_alike(model, alone(size))
     return before and no_tables_inside(model, tables), len(list(model.parameters()))
 
 
 def beside_ddp_in_join(rank: int, size: int) -> bool:
-    """Dense layers in DDP, tables beside them, and uneven numbers of steps: rank r has r + 1 batches."""
+    """Dense layers are in DDP, tables are not, and numbers of steps are uneven: rank r has r + 1 batches."""
 
     class Above(nn.Module):
         def __init__(self) -> None:
@@ -194,7 +194,8 @@ def beside_ddp_in_join(rank: int, size: int) -> bool:
 
 
 def on_meshes(rank: int, size: int) -> dict[str, Any]:
-    """One dimension: all ranks. Two: nodes and the ranks of a node. Rows of a mesh: groups of their own."""
+    """Meshes as process groups: one dimension is all ranks, two are nodes and the ranks of a node, and each row of a
+    mesh is a group of its own."""
     found: dict[str, Any] = {}
     plan = ShardPlan({**dict(PLAN.kinds), "rows": Hierarchical()})
     flat, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
@@ -214,7 +215,7 @@ def on_meshes(rank: int, size: int) -> dict[str, Any]:
 
 
 def in_two_groups(rank: int, size: int) -> bool:
-    """Two groups of ranks, each with modules of its own, made in another order by each group; and one of all ranks."""
+    """Two groups of ranks, each with its own modules, made in different orders, and a module of all ranks."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     number, place = rank % 2, rank // 2
     plans = [ShardPlan({**dict(PLAN.kinds), "rows": RowWise("block")}), PLAN]
@@ -237,7 +238,7 @@ def in_two_groups(rank: int, size: int) -> bool:
 
 
 def saved_and_loaded(rank: int, size: int, folder: str) -> dict[str, Any]:
-    """Trains, saves, trains on; a fresh module that loads goes the same way bit by bit."""
+    """Trains, saves and continues to train. A new module that loads trains to the same bits."""
     plan = ShardPlan({**dict(PLAN.kinds), "columns": ColumnWise(4)})
     optimizer = ef.optim.Adam(lr=0.05)
 
@@ -299,7 +300,7 @@ def moved_and_copied(rank: int, size: int) -> dict[str, Any]:
 
 
 def wrapped(rank: int, size: int) -> dict[str, Any]:
-    """All that needs torch's compiler loaded, which takes seconds: in one group."""
+    """Runs all that loads torch's compiler, which takes seconds, in one group."""
     return {
         "ddp": inside_ddp(rank, size),
         "fsdp": inside_fsdp(rank, size, whole=False),
@@ -310,9 +311,9 @@ def wrapped(rank: int, size: int) -> dict[str, Any]:
 
 
 def compiled(rank: int, size: int) -> tuple[bool, int]:
-    """A compiled model trains as the eager one; the call of the module itself is no part of a graph."""
+    """Whether a compiled model trains as the eager one does, and its number of graphs: the module's call is in none."""
     expected, model = Model(made(POOLED, average_gradients=True)), Model(made(POOLED, average_gradients=True))
-    batches = everybody(size)[rank][:2]
+    batches = batches_by_rank(size)[rank][:2]
     graphs: list[Any] = []
 
     def note(graph: Any, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What every rank of a real gloo group checks, for tests/runtime/sharded/test_vocab_parallel.py."""
+"""The checks of tests/runtime/sharded/test_vocab_parallel.py, which run on every rank of a real gloo group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Check = Callable[[int, int], None]
 
 
 def run(rank: int, folder: str) -> None:
-    """One of `MOST_RANKS` processes: all checks in groups of 1, 2, 3 and 4, one after the other."""
+    """Runs one of `MOST_RANKS` processes: all checks in groups of 1, 2, 3 and 4 ranks, one after the other."""
     torch.set_num_threads(1)
     for size in range(1, MOST_RANKS + 1):
         if rank >= size:
@@ -103,7 +103,7 @@ def columns_of_any_number(rank: int, size: int) -> None:
 
 
 def narrow_numbers(rank: int, size: int) -> None:
-    """Strided, so that torch looks them up: kernels of each dtype are not what is tested here."""
+    """Weights are strided, so that torch looks them up: kernels of each dtype are not tested here."""
     for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8):
         full = (20 * drawn((7, 6))).to(dtype)
         for dim in (0, 1):
@@ -135,14 +135,14 @@ def inputs_of_any_shape(rank: int, size: int) -> None:
         for ids in (torch.tensor(5), torch.empty(0, dtype=torch.int64), torch.empty(2, 0, dtype=torch.int32)):
             found = ef.functional.embedding(ids, own, size, None, dim, rank)
             assert found.shape == (*ids.shape, 8) and torch.equal(found, looked_up(ids, full).to(found.dtype))
-    own = split(full, by_ceil(6, size), 0)[rank]  # a short part that says what it lacks gives the same
-    lacks = -(-6 // size) - len(own)
-    for padding in (lacks, torch.zeros(lacks, 8)):
+    own = split(full, by_ceil(6, size), 0)[rank]  # `padding` says how many rows a short part lacks
+    missing = -(-6 // size) - len(own)
+    for padding in (missing, torch.zeros(missing, 8)):
         found = ef.functional.embedding(IDS, own, size, None, 0, rank, padding=padding)
         assert torch.equal(found, looked_up(IDS, full))
 
 
-def parts_are_told_once(rank: int, size: int) -> None:
+def sizes_of_parts_are_exchanged_once(rank: int, size: int) -> None:
     own, other = (split(drawn((6, 8), seed), by_ceil(6, size), 0)[rank] for seed in (0, 1))
     with counted("all_gather") as calls:
         for weight in (own, own, nn.Parameter(other), own):
@@ -187,7 +187,7 @@ def mistakes(rank: int, size: int) -> None:
 
 
 def pair(sharding_dim: int, size: int) -> tuple[VocabParallelEmbedding, nn.Embedding]:
-    """A module and its peer on one rank, from the same seed."""
+    """A module, and a whole nn.Embedding made from the same seed."""
     dtype = torch.float64 if sharding_dim else torch.float32
     mesh = dist.device_mesh.init_device_mesh("cpu", (size,)) if sharding_dim else None
     torch.manual_seed(7)
@@ -195,7 +195,7 @@ def pair(sharding_dim: int, size: int) -> tuple[VocabParallelEmbedding, nn.Embed
     after = torch.rand(1)
     torch.manual_seed(7)
     module = VocabParallelEmbedding(11, 8, -9, sharding_dim, mesh, dtype)
-    assert torch.equal(torch.rand(1), after), "the generator stands where one rank's does"
+    assert torch.equal(torch.rand(1), after), "the generator's state differs from that after making nn.Embedding"
     return module, one
 
 
@@ -260,7 +260,7 @@ CHECKS: tuple[Check, ...] = (
     narrow_numbers,
     scales,
     inputs_of_any_shape,
-    parts_are_told_once,
+    sizes_of_parts_are_exchanged_once,
     lists_of_ranks,
     mistakes,
     starts_and_trains_as_one,

@@ -35,8 +35,8 @@ TOLERANCE = {
     "ftrl": 100 * UNIT,
     "lamb": 100 * UNIT,
 }
-"""By rule: how much results, rows and states may differ after 20 steps, relative to the tensor's largest number, if sums
-have their terms in a different order. A step's sums have few terms and add one or two units. Rules that scale a
+"""By rule: how much results, rows and states may differ after 20 steps, relative to the tensor's largest number, if
+sums have their terms in a different order. A step's sums have few terms and add one or two units. Rules that scale a
 whole row by one number do not change this relative error: 20 times two. Rules that divide each element by a number of
 its own make the relative error of a small gradient as important as that of the largest: more than twice as much."""
 

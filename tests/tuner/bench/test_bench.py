@@ -128,7 +128,7 @@ def test_specs_that_torch_cannot_serve_are_named(table: TableSpec, feature: Feat
     ("table", "feature", "named"),
     [
         (TableSpec("t", 9, 4, "bf16"), FeatureSpec("f", "t"), "table 't'.*bf16"),
-        (TableSpec("t", 9, 3), FeatureSpec("f", "t"), "table 't'.*fours"),
+        (TableSpec("t", 9, 3), FeatureSpec("f", "t"), "table 't'.*divisible by 4"),
         (TableSpec("t", 9, 4), FeatureSpec("f", "t", "max"), "feature 'f'.*'max'"),
         (TableSpec("t", 9, 4), FeatureSpec("f", "t", padding_idx=0), "feature 'f'.*padding_idx"),
     ],

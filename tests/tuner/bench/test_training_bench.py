@@ -110,13 +110,13 @@ def test_gradients_are_the_same_for_every_peer_and_exact_in_bf16() -> None:
     joint = gradients_of(SPEC)(first).joint
     assert torch.equal(joint, gradients(first).joint)
     assert torch.equal(joint, joint.bfloat16().float())
-    assert [part.shape for part in gradients(first).parts] == [(16, 8), (16, 16), (16, 8)]
+    assert [gradient.shape for gradient in gradients(first).by_feature] == [(16, 8), (16, 16), (16, 8)]
 
 
 @pytest.mark.parametrize(
     ("spec", "rule", "named"),
     [
-        (SPEC, "sgd", "one pooling"),
+        (SPEC, "sgd", "same pooling"),
         (CollectionSpec((TableSpec("t", 9, 4),), (FeatureSpec("f", "t"),)), "adam", "no such peer.*adam on cpu"),
         (CollectionSpec((TableSpec("t", 9, 4, "bf16"),), (FeatureSpec("f", "t"),)), "sgd", "table 't'.*bf16"),
         (

@@ -129,7 +129,7 @@ def test_a_default_that_does_not_compile_is_reported(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", ["uniform,batch=0", "uniform,len=fixed:0"])
 def test_traffic_without_ids_is_refused(text: str) -> None:
-    with pytest.raises(WorkloadError, match=r"has no ids.* set batch=N and len= to 1 or more"):
+    with pytest.raises(WorkloadError, match=r"have no ids.* set batch=N and len= to 1 or more"):
         rank(SPEC, "sm_90", "forward", parse(text), 1.0)
 
 

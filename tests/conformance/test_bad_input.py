@@ -62,7 +62,7 @@ BAD_IDS = [
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("offsets", "message"), BAD_OFFSETS)
-def test_bad_offsets(
+def test_bad_offsets_are_named(
     modules: Modules, backend: str, mode: str, dtype: torch.dtype, offsets: list[int], message: str
 ) -> None:
     module = modules[backend, mode]
@@ -76,7 +76,9 @@ def test_bad_offsets(
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("place", "bad", "message"), BAD_IDS)
-def test_bad_ids(modules: Modules, backend: str, dtype: torch.dtype, place: int, bad: int, message: str) -> None:
+def test_bad_ids_are_named(
+    modules: Modules, backend: str, dtype: torch.dtype, place: int, bad: int, message: str
+) -> None:
     module = modules[backend, "error"]
     before = call(module, dtype=dtype)
     values = [*VALUES[:place], bad, *VALUES[place + 1 :]]
@@ -89,7 +91,7 @@ def test_bad_ids(modules: Modules, backend: str, dtype: torch.dtype, place: int,
 
 @every_backend
 @pytest.mark.parametrize("bad", [2**62, -(2**63), 2**32 + 1, -(2**32)])
-def test_ids_past_32_bits(modules: Modules, backend: str, bad: int) -> None:
+def test_ids_past_32_bits_are_no_rows(modules: Modules, backend: str, bad: int) -> None:
     """2^32 + 1 must not be taken for 1."""
     with refusal(modules[backend, "error"], IndexError, f"id {bad} of sample 0"):
         call(modules[backend, "error"], [bad, *VALUES[1:]])
@@ -104,7 +106,7 @@ def test_an_absent_id_of_every_pooling_is_zero(modules: Modules, backend: str) -
 
 
 @every_backend
-def test_a_bad_id_deep_in_a_long_bag(modules: Modules, backend: str) -> None:
+def test_a_bad_id_deep_in_a_long_bag_is_named(modules: Modules, backend: str) -> None:
     """Found by whichever thread meets it, and named exactly."""
     values = [3] * 200_000 + [1, 400, 500, 600, 700, 8, 9]
     values[123_456] = 10
@@ -114,7 +116,7 @@ def test_a_bad_id_deep_in_a_long_bag(modules: Modules, backend: str) -> None:
 
 
 @every_backend
-def test_lengths_that_do_not_add_up(modules: Modules, backend: str) -> None:
+def test_lengths_that_do_not_add_up_are_refused(modules: Modules, backend: str) -> None:
     module = modules[backend, "error"]
     values = torch.tensor(VALUES, device=module.device)
     with refusal(module, ValueError, "values has 9 ids, offsets end at 8"):
@@ -124,7 +126,7 @@ def test_lengths_that_do_not_add_up(modules: Modules, backend: str) -> None:
 
 
 @every_backend
-def test_wrong_dtype_device_and_size(modules: Modules, backend: str) -> None:
+def test_wrong_dtypes_devices_and_sizes_are_refused(modules: Modules, backend: str) -> None:
     module = modules[backend, "error"]
     values, offsets = (torch.tensor(numbers, device=module.device) for numbers in (VALUES, OFFSETS))
     with pytest.raises(TypeError, match=r"values: dtype torch\.float32"):
@@ -140,7 +142,7 @@ def test_wrong_dtype_device_and_size(modules: Modules, backend: str) -> None:
 
 
 @every_backend
-def test_a_call_that_cannot_hold_sequence_features(modules: Modules, backend: str) -> None:
+def test_a_module_call_refuses_sequence_features(modules: Modules, backend: str) -> None:
     with pytest.raises(ValueError, match=r"'rows'.*forward_dict"):
         modules[backend, "error"](torch.tensor(VALUES), torch.tensor(OFFSETS))
 
@@ -148,6 +150,6 @@ def test_a_call_that_cannot_hold_sequence_features(modules: Modules, backend: st
 @pytest.mark.parametrize(
     "argument", [{"backend": "tpu"}, {"bounds_check": "maybe"}, {"device": "meta", "backend": "x"}]
 )
-def test_bad_construction(argument: dict[str, Any]) -> None:
+def test_unknown_backends_and_bounds_checks_are_refused(argument: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"(backend|bounds_check)='(tpu|maybe|x)' is not known; allowed: "):
         EmbeddingCollection(SPEC, **argument)

@@ -65,7 +65,7 @@ def check(spec: CollectionSpec, backend: str, case: Case, seed: int, special: bo
     variant=st.integers(0, 2),
 )
 @examples(5)
-def test_any_spec_and_batch(
+def test_any_spec_and_batch_has_the_bits_of_the_semantics(
     backend: str, spec: CollectionSpec, batches: list[tuple[Case, int]], special: bool, variant: int
 ) -> None:
     one_kernel = batches[0][0].id_dtype
@@ -128,7 +128,7 @@ LONG = CollectionSpec(
 
 
 @every_backend
-def test_very_long_bags_beside_short_ones(backend: str) -> None:
+def test_very_long_bags_next_to_short_ones(backend: str) -> None:
     """With int32 ids on the CPU, where offsets may be as narrow; the soak has both types of ids on all backends."""
     id_dtype = "int32" if backend == "cpu" else "int64"
     check(LONG, backend, Case(3, "long", id_dtype=id_dtype, bad_ids=True), 2, special=False)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def _fresh_graphs() -> Iterator[None]:
 
 @every_backend
 @pytest.mark.parametrize("weighted", [True, False])
-def test_opcheck(backend: Any, weighted: bool) -> None:
+def test_the_operator_passes_opcheck(backend: Any, weighted: bool) -> None:
     module = collection(WITH_ROWS, backend)
     values, offsets, weights = batch(WITH_ROWS, backend=backend)
     tables = [module.weight(t.name).detach() for t in WITH_ROWS.tables]
@@ -49,7 +49,7 @@ def test_opcheck(backend: Any, weighted: bool) -> None:
 
 @every_backend
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-def test_compiled_whole(backend: Any, compiler: str) -> None:
+def test_a_lookup_compiles_without_graph_breaks(backend: Any, compiler: str) -> None:
     """No graph break, right for batches of other sizes, and errors come through."""
 
     class Model(nn.Module):
@@ -70,7 +70,7 @@ def test_compiled_whole(backend: Any, compiler: str) -> None:
         compiled(torch.full_like(values, 100), offsets, weights)
 
 
-def test_the_same_ids_twice_in_one_graph() -> None:
+def test_two_lookups_of_the_same_ids_in_one_graph_are_right() -> None:
     module = EmbeddingCollection(SPEC, backend="cpu")
     arguments = batch(SPEC)
 
@@ -89,7 +89,7 @@ def test_a_compiled_module_sees_changed_rows() -> None:
     assert torch.equal(compiled(*batch(SPEC))[:, :7], before[:, :7] * 2)
 
 
-def test_compiled_with_sequence_features() -> None:
+def test_compiled_sequence_features_are_right() -> None:
     """Their sizes depend on the numbers in offsets, so the graph may break; the result may not."""
     module = EmbeddingCollection(WITH_ROWS, backend="cpu")
     compiled = torch.compile(module.forward_dict, backend="eager")
@@ -98,7 +98,7 @@ def test_compiled_with_sequence_features() -> None:
         assert all(torch.equal(want[name], have[name]) for name in want)
 
 
-def test_exported() -> None:
+def test_an_exported_module_gives_the_same_results() -> None:
     module = EmbeddingCollection(SPEC, backend="cpu")
     exported = torch.export.export(module, batch(SPEC))
     assert torch.equal(exported.module()(*batch(SPEC)), module(*batch(SPEC)))
@@ -111,7 +111,7 @@ def test_profiler_sees_the_operator() -> None:
     assert any(event.key == "embforge::lookup" for event in profile.key_averages())
 
 
-def test_inference_and_no_grad_modes() -> None:
+def test_inference_and_no_grad_modes_change_no_result() -> None:
     module = EmbeddingCollection(SPEC, backend="cpu")
     want = module(*batch(SPEC))
     with torch.inference_mode():
@@ -121,7 +121,7 @@ def test_inference_and_no_grad_modes() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "simt"])
-def test_lying_sequence_sizes_are_refused(backend: Any) -> None:
+def test_wrong_sequence_sizes_are_refused(backend: Any) -> None:
     """A direct call of the operator must not write past what it allocated.
 
     On a GPU offsets are not looked at before a launch: its kernel leaves out what does not fit.

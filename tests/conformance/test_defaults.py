@@ -42,14 +42,14 @@ defaults = pytest.mark.parametrize("name", ["bfloat16", "float64", "meta"])
 
 @defaults
 @pytest.mark.parametrize("backend", available())
-def test_lookups(backend: str, name: str) -> None:
+def test_lookups_do_not_depend_on_defaults(backend: str, name: str) -> None:
     with default(name):
         check(WIDE, backend, Case(40, "edges", bad_ids=True, weights="special"), 11, special=True)
 
 
 @defaults
 @pytest.mark.parametrize(("rule", "more"), [("adam", {}), ("adam", {"accumulate": True}), (None, {})])
-def test_training(rule: str | None, more: dict[str, Any], name: str) -> None:
+def test_training_does_not_depend_on_defaults(rule: str | None, more: dict[str, Any], name: str) -> None:
     """Also gradients of per-sample weights, whose buffer once was as wide as the default dtype."""
     spec, optimizer = spec_of(TURNS[rule or "adam"]), OPTIMIZERS[rule] if rule else None
     want = training_run(spec, optimizer, "reference", steps=STEPS, **more)
@@ -72,7 +72,7 @@ def _clipped_step() -> dict[str, Tensor]:
 
 
 @defaults
-def test_accumulated_gradients_under_a_scaler(name: str) -> None:
+def test_accumulated_gradients_under_a_scaler_do_not_depend_on_defaults(name: str) -> None:
     want = _clipped_step()
     with default(name):
         got = _clipped_step()
@@ -92,7 +92,7 @@ def _bags() -> list[Tensor]:
 
 
 @defaults
-def test_functions(name: str) -> None:
+def test_functions_do_not_depend_on_defaults(name: str) -> None:
     want = _bags()
     with default(name):
         got = _bags()
@@ -101,7 +101,7 @@ def test_functions(name: str) -> None:
 
 @defaults
 @pytest.mark.parametrize("more", [{}, {"optimizer": ef.optim.Adam(1e-3)}], ids=["sparse", "fused"])
-def test_a_module_that_is_made_there(more: dict[str, Any], name: str) -> None:
+def test_a_module_made_under_defaults_is_the_same(more: dict[str, Any], name: str) -> None:
     with default(name):
         module = ef.EmbeddingCollection(ONE, device="cpu", backend="reference", **more)
     assert module.weight("t").dtype == torch.float32 and module.weight("t").device.type == "cpu"

@@ -60,7 +60,7 @@ def test_forward_and_backward_are_in_one_graph(compiler: str) -> None:
     assert all(torch.equal(modules[0].weight(name), twins[0].weight(name)) for name in "ab")
 
 
-def test_frozen_tables_in_a_graph() -> None:
+def test_frozen_tables_are_not_trained_in_a_graph() -> None:
     module, twin = dense(), dense()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for each, call in ((module, compiled), (twin, twin)):
@@ -93,7 +93,7 @@ def test_rows_may_change_before_the_backward() -> None:
     ],
     ids=str,
 )
-def test_what_no_graph_holds_is_said(options: dict[str, Any], remedy: str) -> None:
+def test_what_no_graph_can_hold_is_refused_with_the_remedy(options: dict[str, Any], remedy: str) -> None:
     module = trained(**options)
     with pytest.raises(Exception, match=remedy):
         torch.compile(module, backend="eager", fullgraph=True)(*draw())
@@ -144,12 +144,12 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_opcheck(weighted: bool) -> None:
+def test_the_operators_pass_opcheck(weighted: bool) -> None:
     _check(dense(spec=UNPADDED), "reference", weighted)
 
 
 @every_backend
-def test_opcheck_of_every_backend(backend: Any) -> None:
+def test_the_operators_of_every_backend_pass_opcheck(backend: Any) -> None:
     _check(dense(backend, WITH_ROWS), backend, True, CHECKS[:-1])
 
 

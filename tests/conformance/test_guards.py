@@ -29,7 +29,7 @@ def call(module: EmbeddingCollection) -> Tensor:
 
 
 @pytest.mark.parametrize("other", [torch.zeros(100, 33), torch.zeros(100, 33, dtype=torch.float16), torch.zeros(3)])
-def test_a_table_that_lies_otherwise_is_refused(other: Tensor) -> None:
+def test_a_table_of_another_layout_is_refused(other: Tensor) -> None:
     module = EmbeddingCollection(SPEC)
     module(VALUES, OFFSETS)
     with pytest.raises(ValueError, match=r"table 't'.*copy into module\.weight"):
@@ -101,14 +101,14 @@ def test_the_operator_checks_its_arguments(changed: dict[str, Any], error: type[
         torch.ops.embforge.lookup(*operator_arguments(**changed))
 
 
-def test_a_default_device_elsewhere_does_no_harm() -> None:
+def test_another_default_device_changes_nothing() -> None:
     module = EmbeddingCollection(SPEC)
     with torch.device("meta"):
         assert module(VALUES, OFFSETS).device.type == "cpu"
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_big_fp8_tables_are_not_born_zero(dtype: Any) -> None:
+def test_big_fp8_tables_do_not_start_as_zeros(dtype: Any) -> None:
     module = EmbeddingCollection(CollectionSpec([TableSpec("t", 1 << 21, 2, dtype)], [FeatureSpec("f", "t")]))
     assert module.weight("t").float().count_nonzero() > 1 << 21
 

@@ -40,7 +40,7 @@ def same_everywhere(one: EmbeddingCollection, other: EmbeddingCollection) -> boo
 
 
 @every_backend
-def test_the_result_is_the_features_side_by_side(backend: Any) -> None:
+def test_the_result_has_the_features_next_to_each_other(backend: Any) -> None:
     module = collection(POOLED, backend)
     result, parts = module(*batch(module)), module.forward_dict(*batch(module))
     assert result.shape == (6, 7 + 16 + 33) and result.dtype == torch.float32
@@ -49,7 +49,7 @@ def test_the_result_is_the_features_side_by_side(backend: Any) -> None:
 
 
 @every_backend
-def test_sequence_features_have_a_row_an_id(backend: Any) -> None:
+def test_sequence_features_have_one_row_per_id(backend: Any) -> None:
     module = collection(MIXED, backend)
     values, offsets, weights = batch(module)
     result = module.forward_dict(values, offsets, weights)
@@ -60,7 +60,7 @@ def test_sequence_features_have_a_row_an_id(backend: Any) -> None:
 
 
 @every_backend
-def test_every_form_of_input(backend: Any) -> None:
+def test_every_form_of_input_gives_the_same_result(backend: Any) -> None:
     module = collection(POOLED, backend)
     values, offsets, weights = batch(module)
     want = module(values, offsets, weights)
@@ -76,7 +76,7 @@ def test_every_form_of_input(backend: Any) -> None:
 
 @every_backend
 @pytest.mark.parametrize("batch_size", [0, 1, 3])
-def test_nothing_to_look_up(backend: Any, batch_size: int) -> None:
+def test_batches_without_ids_give_zeros(backend: Any, batch_size: int) -> None:
     module = collection(MIXED, backend)
     none = torch.zeros(5 * batch_size + 1, dtype=torch.int64, device=module.device)
     result = module.forward_dict(none[:0], none)
@@ -85,7 +85,7 @@ def test_nothing_to_look_up(backend: Any, batch_size: int) -> None:
 
 
 @every_backend
-def test_weight_is_live(backend: Any) -> None:
+def test_changes_of_weight_change_lookups(backend: Any) -> None:
     module = collection(POOLED, backend)
     with torch.no_grad():
         module.weight("a").fill_(3.0)
@@ -96,7 +96,7 @@ def test_weight_is_live(backend: Any) -> None:
 
 
 @every_backend
-def test_deepcopy_is_apart(backend: Any) -> None:
+def test_a_deepcopy_shares_no_memory(backend: Any) -> None:
     module = collection(MIXED, backend)
     module.forward_dict(*batch(module))
     twin = copy.deepcopy(module)
@@ -108,7 +108,7 @@ def test_deepcopy_is_apart(backend: Any) -> None:
 
 
 @every_backend
-def test_pickle(backend: Any) -> None:
+def test_a_pickled_module_gives_the_same_results(backend: Any) -> None:
     """Without fp8, which torch (2.13) pickles but cannot read back by pickle alone; torch.save can."""
     spec = CollectionSpec(POOLED.tables[:2], POOLED.features[:2])
     module = collection(spec, backend)
@@ -132,7 +132,7 @@ def test_tables_of_every_format_are_saved_and_copied() -> None:
 
 
 @every_backend
-def test_torch_save(backend: Any) -> None:
+def test_a_module_saved_by_torch_gives_the_same_results(backend: Any) -> None:
     module = collection(MIXED, backend)
     module.forward_dict(*batch(module))
     stream = io.BytesIO()
@@ -145,7 +145,7 @@ def test_torch_save(backend: Any) -> None:
 
 @every_backend
 @pytest.mark.parametrize("assign", [False, True])
-def test_state_dict(backend: Any, assign: bool) -> None:
+def test_a_state_dict_restores_all_tables(backend: Any, assign: bool) -> None:
     module, other = (collection(MIXED, backend) for _ in range(2))
     state = module.state_dict()
     assert list(state) == ["tables.a.weight", "tables.b.weight", "tables.c.weight"]
@@ -161,7 +161,7 @@ def test_state_dict(backend: Any, assign: bool) -> None:
 
 
 @every_backend
-def test_state_dict_that_does_not_fit(backend: Any) -> None:
+def test_a_state_dict_that_does_not_fit_is_refused(backend: Any) -> None:
     module = collection(POOLED, backend)
     state = module.state_dict()
     with pytest.raises(RuntimeError, match=r"tables\.a\.weight"):
@@ -186,7 +186,7 @@ def test_casting_a_model_leaves_the_tables_as_the_spec_says(backend: Any, cast: 
 
 
 @every_backend
-def test_meta_and_back(backend: Any) -> None:
+def test_a_module_moves_to_meta_and_back(backend: Any) -> None:
     module = collection(POOLED, backend)
     meta = EmbeddingCollection(POOLED, device="meta", backend=backend)
     assert meta.weight("a").is_meta
@@ -212,7 +212,7 @@ def test_to_the_same_device_changes_nothing(backend: Any) -> None:
 
 
 @every_backend
-def test_tables_with_names_that_modules_have(backend: Any) -> None:
+def test_tables_may_have_names_of_module_attributes(backend: Any) -> None:
     spec = CollectionSpec(
         [TableSpec(name, 10, 4) for name in ("forward", "type", "training", "a.b")],
         [FeatureSpec(name, name) for name in ("forward", "type", "training", "a.b")],

@@ -23,7 +23,7 @@ def imaginary(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_batch(which: int) -> None:
+def test_negated_batches_are_read_right(which: int) -> None:
     module, twin = trained("cpu"), trained("cpu")
     batch = draw()
     odd = [negated(each) if place == which else each for place, each in enumerate(batch)]
@@ -37,7 +37,7 @@ def test_a_batch(which: int) -> None:
 
 
 @pytest.mark.parametrize("make", [negated, imaginary])
-def test_gradients_and_those_of_weights(make: Any) -> None:
+def test_negated_gradients_are_read_right(make: Any) -> None:
     module, twin = trained("cpu"), trained("cpu")
     values, offsets, weights = draw()
     given = make(weights).requires_grad_()
@@ -51,7 +51,7 @@ def test_gradients_and_those_of_weights(make: Any) -> None:
     assert torch.equal(plain.grad, given.grad) and differing(snapshot(module), snapshot(twin)) == []
 
 
-def test_functions() -> None:
+def test_functions_read_negated_tensors_right() -> None:
     torch.manual_seed(0)
     weight, scale = torch.rand(9, 4), torch.rand(9)
     ids, borders, factors = torch.tensor([3, 8, 0]), torch.tensor([0, 2]), torch.rand(3)
@@ -74,7 +74,7 @@ def test_functions() -> None:
     assert trained_weight.grad is not None and other.grad is not None and torch.equal(trained_weight.grad, other.grad)
 
 
-def test_a_table_that_stands_for_another_is_refused() -> None:
+def test_a_table_that_is_negated_or_has_other_rows_is_refused() -> None:
     """One of other rows as well: its ids would be checked against rows that are not there, or no longer there."""
     module = trained("cpu", spec=ONE, optimizer=None)
     batch = torch.arange(9), torch.tensor([0, 4, 9])

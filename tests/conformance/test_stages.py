@@ -84,14 +84,14 @@ def check_bucketed(backend: str, case: Case, formats: Sequence[str]) -> None:
 @every_backend
 @given(case=made.cases())
 @examples(40)
-def test_ids_to_their_owners(backend: str, case: Case) -> None:
+def test_ids_go_to_their_owners(backend: str, case: Case) -> None:
     check_bucketed(backend, case, USUAL)
 
 
 @every_backend
 @given(case=made.cases())
 @examples(12)
-def test_ids_to_their_owners_in_narrow_formats(backend: str, case: Case) -> None:
+def test_ids_go_to_their_owners_in_narrow_formats(backend: str, case: Case) -> None:
     check_bucketed(backend, case, NARROW)
 
 
@@ -141,7 +141,7 @@ def test_pools_of_many_samples(backend: str) -> None:
     seed=st.integers(0, 99),
 )
 @examples(12)
-def test_gather(backend: str, asked: list[list[int]], widths: list[int], seed: int) -> None:
+def test_gather_gives_the_references_bits(backend: str, asked: list[list[int]], widths: list[int], seed: int) -> None:
     row_bytes, first, to = sum(widths), 3, 2
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, 256, (first + 7, row_bytes), generator=generator, dtype=torch.uint8)
@@ -162,7 +162,7 @@ def test_gather(backend: str, asked: list[list[int]], widths: list[int], seed: i
 
 
 @every_backend
-def test_gather_of_many_pools(backend: str) -> None:
+def test_gather_of_many_pools_gives_the_references_bits(backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 256, (900, 192), generator=generator, dtype=torch.uint8)
     asked = torch.randint(0, 900, (3000,), generator=generator, dtype=torch.int32)
@@ -214,7 +214,7 @@ def test_an_absent_id_is_no_mistake(backend: str) -> None:
         ([0, 1, 2, 2, 6], ["LONG_CONCAT", 1, 1, 3, 4]),
     ],
 )
-def test_borders_that_cannot_be(backend: str, offsets: list[int], wanted: list[Any]) -> None:
+def test_the_first_mistake_in_offsets_is_reported(backend: str, offsets: list[int], wanted: list[Any]) -> None:
     features = (Feature(10, "mean"), Feature(10, "concat", hotness=3))
     result = made.bucketed(Case(features, ((1, 1), (2, 2)), bounds=0), USUAL, device_of(backend))
     result.given["offsets"].copy_(torch.tensor(offsets))
@@ -250,7 +250,7 @@ lengths_of_segments = st.lists(st.integers(0, 5), max_size=40).map(tuple)
     seed=st.integers(0, 99),
 )
 @examples(8)
-def test_regroup(
+def test_regroup_gives_the_references_bits(
     backend: str, formats: Sequence[str], shapes: list[tuple[bool, tuple[int, ...]]], weighted: bool, seed: int
 ) -> None:
     # Ids of a sequence that nobody's samples could hold have no segment.
@@ -259,7 +259,7 @@ def test_regroup(
 
 
 @every_backend
-def test_regroup_of_many_samples(backend: str) -> None:
+def test_regroup_of_many_samples_gives_the_references_bits(backend: str) -> None:
     lengths = tuple(int(n) for n in torch.randint(0, 3, (1500,), generator=torch.Generator().manual_seed(0)))
     check(backend, USUAL, "regroup", made.segments(0, [(False, lengths), (True, lengths)], True, USUAL))
 
@@ -278,7 +278,7 @@ pieces = st.builds(Piece, st.sampled_from([1, 3, 4, 8, 17, 40]), st.sampled_from
     scaled=st.booleans(),
 )
 @examples(12)
-def test_partial_pools_to_results_and_back(
+def test_partial_pools_become_results_and_gradients_go_back(
     backend: str,
     formats: Sequence[str],
     batch: int,
@@ -306,7 +306,7 @@ def test_partial_pools_to_results_and_back(
 
 
 @every_backend
-def test_selections_of_numbers_that_are_none(backend: str) -> None:
+def test_selections_of_nan_and_infinities_have_the_references_bits(backend: str) -> None:
     pieces = [Piece(5, combiner.name, 4) for combiner in SELECTING.values()]
     arguments = made.network(3, 6, [*pieces, Piece(4, "sum", 1)], 0, USUAL)
     arguments["partials"][::3] = torch.nan
@@ -317,7 +317,7 @@ def test_selections_of_numbers_that_are_none(backend: str) -> None:
 
 
 @every_backend
-def test_a_library_of_one_selection(backend: str) -> None:
+def test_a_library_with_one_selection_gives_the_same_bits(backend: str) -> None:
     """Checked with the last selection, because programs that select nothing have the first."""
     *_, last = SELECTIONS
     arguments = made.network(3, 6, [Piece(5, last, 4), Piece(4, "sum", 2)], 0, USUAL)
@@ -341,7 +341,9 @@ def test_a_library_of_one_selection(backend: str) -> None:
     ),  # denormal ones too, whose scale is so coarse that numbers exceed it
 )
 @examples(12)
-def test_packed_rows(backend: str, packing: str, widths: list[int], rows: int, seed: int, size: float) -> None:
+def test_packed_rows_have_the_references_bits(
+    backend: str, packing: str, widths: list[int], rows: int, seed: int, size: float
+) -> None:
     parts, column, byte = [], 0, 0
     for width in widths:
         parts.append([column, width, byte])
@@ -360,7 +362,7 @@ def test_packed_rows(backend: str, packing: str, widths: list[int], rows: int, s
 
 @every_backend
 @pytest.mark.parametrize(("packing", "largest"), [("int8", 127.0), ("fp8", 448.0)])
-def test_packed_ties_and_scales_that_are_too_coarse(backend: str, packing: str, largest: float) -> None:
+def test_packing_rounds_ties_and_coarse_scales_as_the_reference(backend: str, packing: str, largest: float) -> None:
     halves = [largest, 0.5, 1.5, -2.5, 17.0, 19.0, -21.0, -0.0]  # with a scale of 1
     tiny = [-largest, *(n * 2.0**-10 for n in (1, 3, 5, -7, 15, 17, 19))]  # among fp8's subnormals, and above
     coarse = [

@@ -294,7 +294,7 @@ def test_a_step_by_a_scaler_that_the_module_does_not_know() -> None:
         scaler.step(module.optimizer)
 
 
-def test_a_scaler_that_is_off() -> None:
+def test_a_scaler_that_is_off_changes_nothing() -> None:
     module, twin = trained(), trained()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     module.use_grad_scaler(scaler)
@@ -386,7 +386,7 @@ def test_a_scaler_that_the_module_does_not_know_is_refused(form: str, way: str) 
         SCALED[form](other, called(*ids)).backward()
 
 
-def test_scalers_of_others_are_no_reason_to_refuse() -> None:
+def test_scalers_of_other_modules_do_not_matter() -> None:
     ids, scaler = (torch.arange(9), torch.tensor([0, 4, 9])), torch.amp.GradScaler("cpu")
     dense = nn.Linear(2, 1)
     apart = dense(torch.ones(1, 2)).sum()

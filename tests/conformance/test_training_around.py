@@ -51,7 +51,7 @@ FREEZE: dict[str, Callable[[Model, bool], Any]] = {
 
 @pytest.mark.parametrize("freeze", FREEZE)
 @pytest.mark.parametrize("way", WAYS)
-def test_requires_grad_of_all_around(way: str, freeze: str) -> None:
+def test_requires_grad_of_a_model_reaches_its_tables(way: str, freeze: str) -> None:
     module = trained(spec=ONE, **WAYS[way])
     model = Model(module)
     run_model = torch.compile(model, backend="aot_eager") if way == "compiled" else model
@@ -79,7 +79,7 @@ def test_listing_parameters_freezes_nothing() -> None:
     assert module(*BATCH).requires_grad
 
 
-def test_zero_grad_of_all_around_forgets_gradients() -> None:
+def test_zero_grad_of_a_model_drops_its_tables_gradients() -> None:
     module = trained(spec=ONE, accumulate=True)
     for model in (Model(module), module):
         run_loss = model(*BATCH).sum()
@@ -89,7 +89,7 @@ def test_zero_grad_of_all_around_forgets_gradients() -> None:
             module.step()
 
 
-def test_averaged_models() -> None:
+def test_averaged_models_are_refused() -> None:
     module = trained(spec=ONE)
     model = Model(module)
     for each in (model, module):

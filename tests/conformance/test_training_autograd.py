@@ -93,7 +93,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_gradients_through_forward_dict(kind: str) -> None:
+def test_gradients_through_forward_dict_are_right(kind: str) -> None:
     module = trained(spec=WITH_ROWS, optimizer=optim.SGD(lr=0.5, rounding="nearest"))
     before = [module.weight(table.name).clone() for table in WITH_ROWS.tables]
     values, offsets, weights = draw(spec=WITH_ROWS)
@@ -109,7 +109,7 @@ def test_gradients_through_forward_dict(kind: str) -> None:
 
 
 @trained_backend
-def test_autocast(backend: Any) -> None:
+def test_autocast_changes_no_update(backend: Any) -> None:
     """The output stays what the spec says; gradients of a narrower model arrive in its dtype."""
     module, twin = trained(backend), trained(backend)
     device = device_of(backend)

@@ -116,7 +116,7 @@ def assert_same_bits(got: TrainingResult, want: TrainingResult) -> None:
             assert torch.equal(bits_of(have[name]), bits_of(tensor)), name
 
 
-def test_nan_is_nan_and_zero_has_a_sign() -> None:
+def test_bits_tell_zeros_of_different_sign_but_not_nans() -> None:
     """Which of its bit patterns a NaN has is not defined."""
     for dtype, nans in ((torch.int32, (0x7FC00000, 0x7F800001, -1)), (torch.int16, (0x7FC0, 0x7F81, -1))):
         floats = torch.float32 if dtype == torch.int32 else torch.bfloat16

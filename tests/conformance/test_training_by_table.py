@@ -124,7 +124,7 @@ def test_one_entry_for_several_tables_is_the_plain_module() -> None:
 
 
 @trained_backend
-def test_frozen_tables(backend: Any) -> None:
+def test_frozen_tables_are_not_trained(backend: Any) -> None:
     """One group, or one table of it: the step counts the updates of the module."""
     module, twin = trained(backend, optimizer=SAME), trained(backend)
     for frozen in (("a",), ("b",), ()):
@@ -137,7 +137,7 @@ def test_frozen_tables(backend: Any) -> None:
 
 
 @trained_backend
-def test_none_is_never_trained(backend: Any) -> None:
+def test_a_table_without_optimizer_is_never_trained(backend: Any) -> None:
     module, twin = trained(backend, optimizer={"b": None, "*": ADAM}), trained(backend)
     twin.freeze("b")
     before = snapshot(module)["tables.b.weight"]
@@ -185,7 +185,7 @@ def test_mappings_that_are_refused(mapping: Any, error: type[Exception], message
         trained(optimizer=mapping)
 
 
-def test_a_misspelt_table() -> None:
+def test_a_misspelt_table_is_guessed() -> None:
     spec = CollectionSpec([ef.TableSpec("users", 4, 4)], [ef.FeatureSpec("f", "users")])
     with pytest.raises(ValueError, match="'user' is no table of this collection; did you mean 'users'"):
         EmbeddingCollection(spec, optimizer={"user": ADAM})
@@ -295,7 +295,7 @@ def test_momentum_that_all_groups_have_is_cycled(name: str) -> None:
     assert group_of(module, 0)["beta1"] == group_of(module, 1)["beta1"] != 0.9
 
 
-def test_a_rate_that_is_a_tensor() -> None:
+def test_a_rate_may_be_a_tensor() -> None:
     rate = torch.tensor(0.1)
     module = trained(optimizer={"a": ADAM, "b": optim.Adam(lr=rate)})
     live = group_of(module, 1)["lr"]
@@ -368,7 +368,7 @@ def test_a_query_for_other_gradients_updates_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", ["state dict", "deepcopy", "pickle"])
-def test_training_goes_on_bit_by_bit(way: str) -> None:
+def test_loaded_modules_train_to_the_same_bits(way: str) -> None:
     given = MAPPINGS["the rest in padding"]
     module = trained(optimizer=given)
     train(module, seeds=[0])
@@ -384,7 +384,7 @@ def test_training_goes_on_bit_by_bit(way: str) -> None:
     assert steps(twin) == 3 and differing(snapshot(module), snapshot(twin)) == []
 
 
-def test_numbers_given_on_meta() -> None:
+def test_numbers_set_on_meta_are_kept() -> None:
     module = EmbeddingCollection(SPEC, "meta", "reference", optimizer=MAPPINGS["the rest in padding"])
     group_of(module, 1)["lr"] = 0.05
     module.to_empty(device="cpu")
@@ -423,7 +423,7 @@ def test_the_same_ids_twice_in_a_compiled_graph(compiler: str) -> None:
 
 
 @every_backend
-def test_the_operators_check_what_they_are_given(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operators_check_their_arguments(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, twin = (trained(backend, WITH_ROWS, optimizer=SAME), trained(backend, WITH_ROWS))
     monkeypatch.setattr(collection, "must_dispatch", lambda values: True)
     for each in (module, twin):
@@ -440,7 +440,7 @@ def test_the_operators_check_what_they_are_given(backend: Any, monkeypatch: pyte
 # ---- About itself -------------------------------------------------------------------------------------
 
 
-def test_what_it_says_of_itself() -> None:
+def test_a_printed_module_names_its_optimizers() -> None:
     module = trained("cpu", optimizer=MAPPINGS["the rest in padding"], accumulate=True)
     assert "optimizer={b: adam(lr=0.1, " in repr(module) and ", *: rowwise_adagrad(lr=0.3, " in repr(module)
     told = ef.explain(module)
@@ -449,7 +449,7 @@ def test_what_it_says_of_itself() -> None:
     assert told.count("nothing is tuned for tables of several rules") >= 4
 
 
-def test_a_collection_with_one_table() -> None:
+def test_a_mapping_for_one_table_trains_it() -> None:
     module, twin = trained(spec=ONE, optimizer={"t": ADAM}), trained(spec=ONE)
     for each in (module, twin):
         each(*draw(spec=ONE)).sum().backward()

@@ -142,7 +142,7 @@ def test_checkpoints_where_several_threads_call(reentrant: bool) -> None:
         waiting.sum().backward()
 
 
-def test_reads_in_a_backward_pass_are_nobodys_forward() -> None:
+def test_reads_in_a_backward_pass_are_no_repeated_forward() -> None:
     module, seen = trained(), []
 
     def read(_: Tensor) -> None:

@@ -51,7 +51,7 @@ def test_dense_gradients_are_the_sparse_ones(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("turn", range(len(OUTPUTS)))
-def test_of_every_pooling_and_dtype(turn: int) -> None:
+def test_dense_gradients_of_every_pooling_and_dtype(turn: int) -> None:
     sparse, dense = (trained(spec=spec_of(turn), optimizer=None, sparse=sparse) for sparse in (True, False))
     batch = draw(spec=spec_of(turn), size=9)
     backward(dense, batch)
@@ -133,7 +133,7 @@ def test_gradients_of_two_passes_add_up_in_place() -> None:
 # ---- The option ------------------------------------------------------------------------------------------
 
 
-def test_tables_may_differ() -> None:
+def test_tables_may_have_different_kinds_of_gradients() -> None:
     module = trained(optimizer=None, sparse=["b"])
     assert "dense gradients: a, " not in repr(module) and "dense gradients: a" in repr(module)
     module(*draw()).sum().backward()
@@ -142,7 +142,7 @@ def test_tables_may_differ() -> None:
     assert "dense" not in repr(trained(optimizer=None)) and "dense" not in repr(trained())
 
 
-def test_copies_pickles_and_moves_keep_it() -> None:
+def test_copies_pickles_and_moves_keep_the_kind_of_gradients() -> None:
     module = deepcopy(trained(optimizer=None, sparse=False)).to("meta").to_empty(device="cpu")
     module.reset_parameters()
     module.freeze()
@@ -158,12 +158,12 @@ def test_a_fused_optimizer_makes_no_gradients(sparse: Any) -> None:
 
 
 @pytest.mark.parametrize(("sparse", "kind"), [("a", TypeError), (1, TypeError), (["a", "c"], ValueError)])
-def test_what_it_may_be(sparse: Any, kind: type[Exception]) -> None:
+def test_other_values_of_sparse_are_refused(sparse: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="allowed: True, False, or a list of names among 'a', 'b'"):
         EmbeddingCollection(SPEC, backend="reference", sparse=sparse)
 
 
-def test_the_modules_own_clipping_says_what_else_there_is() -> None:
+def test_the_modules_own_clipping_names_torchs() -> None:
     with pytest.raises(RuntimeError, match=r"sparse=False and call torch\.nn\.utils\.clip_grad_norm_"):
         trained(optimizer=None).clip_grad_norm_(1.0)
 

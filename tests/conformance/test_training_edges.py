@@ -14,7 +14,7 @@ from embforge import optim
 @trained_backend
 @pytest.mark.parametrize("size", [0, 3, 70])
 @pytest.mark.parametrize("more", [{}, {"optimizer": None}, {"accumulate": True}], ids=str)
-def test_no_samples_and_no_ids(backend: str, size: int, more: dict[str, object]) -> None:
+def test_batches_without_samples_or_ids_train_nothing(backend: str, size: int, more: dict[str, object]) -> None:
     module = trained(backend, WITH_ROWS, **{"optimizer": optim.RowwiseAdagrad(lr=0.1)} | more)
     before = snapshot(module)
     device = device_of(backend)

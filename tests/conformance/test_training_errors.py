@@ -44,12 +44,12 @@ from embforge.training import pending
         ({"optimizer": "adam"}, TypeError, "optimizer: got 'adam'"),
     ],
 )
-def test_optimizers_that_are_none(more: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_optimizers_are_refused(more: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         trained(**more)
 
 
-def test_calls_that_make_no_sense() -> None:
+def test_calls_that_make_no_sense_are_refused() -> None:
     module = trained()
     with pytest.raises(Exception, match="'nowhere'"), nothing_changes(module):
         module.freeze("a", "nowhere")
@@ -105,7 +105,7 @@ def test_a_bad_id_changes_nothing(backend: Any, accumulate: bool) -> None:
 
 @pytest.mark.parametrize("part", ["apply_rule", "rounded", "canonical_reduce"])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_memory_that_is_not_there_changes_nothing(accumulate: bool, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_changes_nothing(accumulate: bool, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the first table is through already."""
     module = trained(accumulate=accumulate)
     real, calls = getattr(reference_backward, part), []
@@ -139,7 +139,7 @@ def _in_threads(*jobs: Callable[[], None]) -> None:
 
 
 @trained_backend
-def test_two_modules_in_two_threads(backend: Any) -> None:
+def test_two_modules_train_in_two_threads(backend: Any) -> None:
     modules, twins = [trained(backend) for _ in range(2)], [trained(backend) for _ in range(2)]
 
     def train(module: EmbeddingCollection, first: int) -> None:
@@ -199,7 +199,7 @@ def test_gradients_that_come_during_a_step_wait_for_the_next(monkeypatch: pytest
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("more", [{}, {"accumulate": True}, {"optimizer": None}])
-def test_offsets_that_grow_out_of_sight_are_refused(backend: str, more: dict[str, Any]) -> None:
+def test_offsets_that_numpy_has_changed_are_refused(backend: str, more: dict[str, Any]) -> None:
     """numpy changes a tensor without its version: the backward compares what it reads with what it was given."""
     module = trained(backend, WITH_ROWS, **more)
     values, offsets, weights = torch.arange(8), torch.arange(9), torch.ones(8)

@@ -183,7 +183,7 @@ def test_what_no_graph_holds_breaks_it(more: dict[str, Any]) -> None:
     assert differing(snapshot(module), snapshot(twin)) == []
 
 
-def test_a_profiled_step_is_a_step() -> None:
+def test_a_profiled_step_trains_once() -> None:
     module, twin = trained(spec=WITH_ROWS), trained(spec=WITH_ROWS)
     batch = draw(spec=WITH_ROWS)
     with torch.profiler.profile() as profile:
@@ -233,7 +233,7 @@ def _arguments(module: EmbeddingCollection, backend: Any, weighted: bool) -> tup
 
 @every_backend
 @pytest.mark.parametrize("weighted", [True, False])
-def test_opcheck(backend: Any, weighted: bool) -> None:
+def test_the_training_operators_pass_opcheck(backend: Any, weighted: bool) -> None:
     """Every operator of training, of a spec with all kinds of results."""
     module = trained(backend, WITH_ROWS)
     values, offsets, weights, tables, rows, programs = _arguments(module, backend, weighted)

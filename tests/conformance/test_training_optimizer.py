@@ -33,7 +33,7 @@ SCHEDULES: dict[str, Callable[[Any], torch.optim.lr_scheduler.LRScheduler]] = {
 
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedulers(name: str, tensor: bool) -> None:
+def test_schedulers_change_the_rate_of_updates(name: str, tensor: bool) -> None:
     """Rows are updated with what a scheduler makes of torch's own optimizer of that kind."""
     rate = torch.tensor(0.1, dtype=torch.float64) if tensor else 0.1
     module = trained(spec=ONE, optimizer=optim.Momentum(lr=rate))
@@ -59,7 +59,7 @@ def test_schedulers(name: str, tensor: bool) -> None:
 
 @pytest.mark.parametrize("optimizer", [optim.Adam(lr=0.1), optim.Momentum(lr=0.1)], ids=["Adam", "Momentum"])
 @pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
-def test_schedulers_of_momentum(optimizer: Any, name: str) -> None:
+def test_schedulers_change_momentum_too(optimizer: Any, name: str) -> None:
     """As they are by default: they turn the momentum too, as of torch's own optimizer."""
     module, bag = trained(spec=ONE, optimizer=optimizer), nn.Parameter(torch.zeros(1))
     adam = isinstance(optimizer, optim.Adam)
@@ -80,7 +80,7 @@ def test_schedulers_of_momentum(optimizer: Any, name: str) -> None:
     assert {key for key in mine if key not in other} == ({"beta1", "beta2"} if adam else set())
 
 
-def test_entries_that_nobody_would_read_are_refused() -> None:
+def test_entries_that_no_kernel_reads_are_refused() -> None:
     module = trained()
     numbers, before = module.trainer.numbers, dict(group(module))
     assert numbers is not None and module.optimizer is not None

@@ -81,7 +81,7 @@ WAYS: dict[str, Callable[[EmbeddingCollection], EmbeddingCollection]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("more", [{}, TAIL], ids=["adam", "rowwise adagrad"])
-def test_training_goes_on_bit_by_bit(more: dict[str, Any], way: str) -> None:
+def test_loaded_modules_train_to_the_same_bits(more: dict[str, Any], way: str) -> None:
     """With stochastic rounding, which depends on seed and step."""
     module = trained(**more)
     for seed in range(2):
@@ -120,7 +120,7 @@ def test_states_in_padding_are_states() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, TAIL], ids=["adam", "rowwise adagrad"])
-def test_reset_parameters_starts_anew(more: dict[str, Any]) -> None:
+def test_reset_parameters_starts_training_again(more: dict[str, Any]) -> None:
     module, twin = trained(**more), trained(**more)
     module(*draw()).sum().backward()
     for each in (module, twin):
@@ -129,7 +129,7 @@ def test_reset_parameters_starts_anew(more: dict[str, Any]) -> None:
     assert steps(module) == 0 and differing(snapshot(module), snapshot(twin)) == []
 
 
-def test_a_state_dict_that_does_not_fit() -> None:
+def test_a_state_dict_that_does_not_fit_is_refused() -> None:
     module = trained()
     state = snapshot(module)
     for missing in ("optim.step", "tables.a.optim.m", "tables.b.weight"):
@@ -189,7 +189,7 @@ def test_the_optimizer_follows_the_module() -> None:
     assert optimizer.param_groups[0]["params"][0].grad is not None
 
 
-def test_modules_on_meta() -> None:
+def test_modules_on_meta_train_after_a_move() -> None:
     """Told by torch's own default too. A seed is drawn where memory is."""
     with torch.device("meta"):
         module = EmbeddingCollection(SPEC, optimizer=optim.Adam(lr=0.25), backend="reference")
@@ -209,7 +209,7 @@ def test_modules_on_meta() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"accumulate": True}, {"optimizer": None}], ids=str)
-def test_modules_made_in_inference_mode(more: dict[str, Any]) -> None:
+def test_modules_made_in_inference_mode_train(more: dict[str, Any]) -> None:
     with torch.inference_mode():
         module = trained(**more)
         twins = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))][: 1 if module.optimizer is None else 2]
@@ -287,7 +287,7 @@ def test_distributed_data_parallel_leaves_tables_alone(backend: Any, tmp_path: P
         distributed.destroy_process_group()
 
 
-def test_spec_of_these_tests() -> None:
+def test_batches_of_these_tests_have_ids_of_both_tables() -> None:
     """Bags of both tables, so that no test passes because nothing was looked up."""
     _, offsets, _ = draw()
     assert all(int(offsets[6 * i + 6] - offsets[6 * i]) > 2 for i in range(len(SPEC.features)))

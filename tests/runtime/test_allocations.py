@@ -34,5 +34,5 @@ def _faults(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(RUNTIME.rglob("*.py")), ids=lambda path: str(path.relative_to(RUNTIME)))
-def test_dtype_and_device_are_said(path: Path) -> None:
+def test_every_allocation_names_its_dtype_and_device(path: Path) -> None:
     assert list(_faults(ast.parse(path.read_text(encoding="utf-8")))) == []

@@ -129,12 +129,12 @@ def functions_are_torchs(how: settings) -> None:
     rows()
 
 
-def test_functions_are_torchs() -> None:
+def test_random_calls_of_functions_equal_torchs() -> None:
     functions_are_torchs(quick(25, anew=False))
 
 
 @pytest.mark.soak
-def test_functions_stay_torchs() -> None:
+def test_many_random_calls_of_functions_equal_torchs() -> None:
     until_the_time_is_up(functions_are_torchs)
 
 
@@ -218,12 +218,12 @@ def forms_mean_one_batch(how: settings) -> None:
     same()
 
 
-def test_forms_mean_one_batch() -> None:
+def test_random_forms_of_input_mean_the_same_batch() -> None:
     forms_mean_one_batch(quick(60, anew=False))
 
 
 @pytest.mark.soak
-def test_forms_go_on_to_mean_one_batch() -> None:
+def test_many_random_forms_of_input_mean_the_same_batch() -> None:
     until_the_time_is_up(forms_mean_one_batch)
 
 

@@ -24,7 +24,7 @@ SPEC = CollectionSpec([TableSpec("t", 30, 4)], [FeatureSpec("f", "t")])
         ("cpuu", "'cpuu' is not a device that torch knows"),
     ],
 )
-def test_a_device_that_is_not_supported_is_said_to_be_so(device: str, why: str) -> None:
+def test_an_unsupported_device_is_refused(device: str, why: str) -> None:
     for make in (lambda: EmbeddingCollection(SPEC, device), lambda: VocabParallelEmbedding(9, 4, device=device)):
         with pytest.raises(ValueError, match=f"device={re.escape(why)}.*; allowed: 'cpu', 'cuda' .*'meta'"):
             make()

@@ -149,7 +149,7 @@ def test_a_collection_is_printed_with_its_tables() -> None:
     assert "7.68 kB of optimizer states" in states
 
 
-def test_the_page_runs_as_it_stands() -> None:
+def test_the_code_of_the_page_runs() -> None:
     page = Path(__file__).parents[2] / "docs" / "from_torch.md"
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
     exec(compile(code, page.name, "exec"), {})

@@ -107,7 +107,7 @@ except RuntimeError as error:
 PARTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_page_runs(tmp_path: Path) -> None:
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     """A model is made by one process and served by another, that imports embforge and no more."""
     made, loaded, _, _ = PARTS
     run(tmp_path, made)

@@ -42,7 +42,7 @@ ids_of_any_shape = st.lists(st.integers(0, 3), max_size=3).flatmap(
 
 @settings(max_examples=60, deadline=None)
 @given(ids_of_any_shape, st.integers(1, 8), st.sampled_from(["float32", "float64"]), st.booleans())
-def test_any_shape_of_any_ids(ids: Tensor, rows: int, dtype: str, narrow: bool) -> None:
+def test_ids_of_any_shape_and_dtype_are_looked_up(ids: Tensor, rows: int, dtype: str, narrow: bool) -> None:
     weight = table(rows, getattr(torch, dtype)).requires_grad_()
     found = embedding(ids.int() if narrow else ids, weight)
     assert found.shape == (*ids.shape, DIM) and found.dtype == weight.dtype
@@ -52,7 +52,7 @@ def test_any_shape_of_any_ids(ids: Tensor, rows: int, dtype: str, narrow: bool) 
     assert weight.grad is not None and torch.equal(weight.grad, counts[:, None].expand(rows, DIM))
 
 
-def test_the_kernel_does_it_where_rows_lie_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_used_if_rows_have_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, ids = table(9), torch.tensor([0, 8, 9, -1])
     wanted = expected(ids, weight)
 
@@ -70,7 +70,7 @@ def test_the_kernel_does_it_where_rows_lie_as_it_needs(monkeypatch: pytest.Monke
         assert torch.equal(embedding(ids, strided), expected(ids, strided))
 
 
-def test_no_vocabulary_costs_a_kernel() -> None:
+def test_another_vocabulary_needs_no_other_kernel() -> None:
     found = {programs_for(torch.empty(rows, DIM), torch.float32, "none", False) for rows in (1, 7, 1000)}
     assert len(found) == 1 and None not in found
 
@@ -84,7 +84,7 @@ def test_a_machine_without_a_compiler_is_served_by_torch(fresh_cache: Path, monk
         assert torch.equal(embedding_bag(ids[None, :1], weight), weight[4:5])
 
 
-def test_rows_and_elements_past_32_bits(tmp_path: Path) -> None:
+def test_rows_and_elements_past_32_bits_are_read(tmp_path: Path) -> None:
     rows = 2**28 + 5  # of 8 numbers: more than 2^31 of them, in a file with a hole
     weight = torch.from_file(str(tmp_path / "rows"), shared=True, size=rows * DIM).view(rows, DIM)
     weight[-1] = torch.arange(DIM)
@@ -96,7 +96,7 @@ def test_rows_and_elements_past_32_bits(tmp_path: Path) -> None:
     assert embedding(torch.empty(2**21, 3, dtype=torch.int64, device="meta"), on_meta).shape == (2**21, 3, 4096)
 
 
-def test_gradients_to_the_second_order() -> None:
+def test_gradients_are_right_to_the_second_order() -> None:
     weight = table(6, torch.float64, 3).requires_grad_()
     ids = torch.tensor([[0, 5, 5], [7, -2, 1]])
     assert torch.autograd.gradcheck(lambda w: embedding(ids, w), (weight,))
@@ -107,7 +107,7 @@ def test_gradients_to_the_second_order() -> None:
 
 
 @pytest.mark.soak
-def test_compiled_into_one_graph() -> None:
+def test_a_lookup_compiles_into_one_graph() -> None:
     weight, ids = table(9).requires_grad_(), torch.tensor([[3, 9], [-1, 0]])
     compiled = torch.compile(lambda i, w: embedding(i, w).sin(), fullgraph=True, backend="aot_eager")
     found = compiled(ids, weight)
@@ -122,7 +122,7 @@ def test_compiled_into_one_graph() -> None:
     "dtype, scale_dtype",
     [("int8", "float32"), ("int8", "bfloat16"), ("float8_e5m2", "float16"), ("float8_e4m3fn", "float32")],
 )
-def test_a_scale_for_every_row(dtype: str, scale_dtype: str) -> None:
+def test_every_row_may_have_a_scale(dtype: str, scale_dtype: str) -> None:
     weight = (20 * table(9)).to(getattr(torch, dtype))
     scale = torch.rand(9).to(getattr(torch, scale_dtype))
     scale[0] = float("inf")  # of a row that nobody asks for, and that absent ids must not meet
@@ -151,7 +151,7 @@ def test_padding_changes_nothing() -> None:
         assert torch.equal(embedding(ids, weight, padding=padding), expected(ids, weight))
 
 
-def test_what_embedding_refuses() -> None:
+def test_wrong_arguments_of_embedding_are_refused() -> None:
     weight, ids = table(5), torch.tensor([1])
     for error, message, arguments in (
         (TypeError, "input: dtype torch.float32", {"input": torch.ones(1)}),
@@ -229,7 +229,7 @@ def test_bags_are_torchs(
         torch.testing.assert_close(factors[0].grad, factors[1].grad)
 
 
-def test_bags_in_two_dims_of_other_dtypes_and_of_a_limited_norm() -> None:
+def test_bags_with_options_are_torchs() -> None:
     ids = torch.tensor([[0, 3], [6, 6], [1, 2]])
     for ids_2d in (ids, ids[:0]):
         torch.testing.assert_close(
@@ -293,7 +293,7 @@ def test_ids_after_the_last_bag_are_in_none(mode: str, dtype: torch.dtype) -> No
     torch.testing.assert_close(*gradients)
 
 
-def test_what_bags_refuse() -> None:
+def test_wrong_arguments_of_bags_are_refused() -> None:
     weight, ids, offsets = table(7), torch.tensor([1, 2]), torch.tensor([0])
     for error, message, arguments in (
         (IndexError, "id 7 at position 1 is not a row of weight; allowed: 0 to 6", {"input": torch.tensor([1, 7])}),

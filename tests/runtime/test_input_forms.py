@@ -51,7 +51,7 @@ def jagged(bags: list[list[int]]) -> ef.Jagged:
         dict(values={"a": A, "b": torch.nested.nested_tensor([torch.tensor(bag) for bag in B], layout=torch.jagged)}),
     ],
 )
-def test_bags_of_many_lengths(given: dict[str, Any]) -> None:
+def test_bags_of_any_length_mean_the_same_in_every_form(given: dict[str, Any]) -> None:
     batch = normalise(SPEC, CPU, **given)
     assert batch.values.tolist() == VALUES.tolist()
     assert batch.offsets.tolist() == [0, 2, 2, 3, 4, 6, 7] and batch.batch == 3
@@ -60,7 +60,7 @@ def test_bags_of_many_lengths(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "values", [ONE, ONE[:, :, None], {"a": ONE[:, 0], "b": ONE[:, 1]}, {"a": [1, 2, 3], "b": ONE[:, 1:]}]
 )
-def test_one_id_per_feature(values: Any) -> None:
+def test_one_id_per_feature_needs_no_bags(values: Any) -> None:
     batch = normalise(SPEC, CPU, values)
     assert batch.values.tolist() == [1, 2, 3, 4, 5, 6] and batch.offsets.tolist() == [*range(7)]
     assert batch.rows_per_feature == (3, 3)
@@ -123,7 +123,7 @@ def test_weights_follow_their_ids() -> None:
         (r"feature 'a': lengths of 2 for values \(3, 2\)", dict(values={"a": (PADDED[:, 0], LENGTHS[0, :2]), "b": B})),
     ],
 )
-def test_mistakes(message: str, given: dict[str, Any]) -> None:
+def test_wrong_forms_are_refused(message: str, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         normalise(SPEC, CPU, **given)
 
@@ -135,7 +135,7 @@ def test_a_length_past_the_padded_bag_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError])
-def test_what_carries_no_batch(error: type[Exception]) -> None:
+def test_values_that_are_no_batch_are_refused(error: type[Exception]) -> None:
     if error is TypeError:
         for given in ([[1, 4]], "ids"):
             with pytest.raises(TypeError, match="allowed: a tensor or numpy array of ids, a mapping of feature to ids"):
@@ -173,7 +173,7 @@ def test_a_sharded_module_takes_the_same_forms() -> None:
         assert torch.equal(module(PADDED, lengths=LENGTHS), wanted)
 
 
-def test_the_page_is_true() -> None:
+def test_the_code_of_the_page_runs() -> None:
     """Every block of docs/inputs.md runs, in one program; its lines compare what they show."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/inputs.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 3

@@ -60,35 +60,35 @@ class Keyed:
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("values", [VALUES, VALUES.int(), VALUES.repeat_interleave(2)[::2]])
 @pytest.mark.parametrize("offsets", [OFFSETS, OFFSETS.int(), OFFSETS.repeat_interleave(2)[::2]])
-def test_tensors_of_either_int_dtype(values: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
+def test_ids_and_offsets_may_have_either_int_dtype(values: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
     batch = normalise(SPEC, CPU, values, offsets, weights)
     assert same(batch, weights=weights)
     assert batch.values.dtype == values.dtype
 
 
-def test_what_fits_is_passed_on_untouched() -> None:
+def test_tensors_that_fit_are_not_copied() -> None:
     batch = normalise(SPEC, CPU, VALUES, OFFSETS, WEIGHTS)
     assert batch.values is VALUES and batch.offsets is OFFSETS and batch.weights is WEIGHTS
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_lengths(dtype: torch.dtype) -> None:
+def test_lengths_become_offsets(dtype: torch.dtype) -> None:
     assert same(normalise(SPEC, CPU, VALUES, lengths=LENGTHS.to(dtype)))
     assert same(normalise(SPEC, CPU, VALUES.int(), lengths=LENGTHS.to(dtype), weights=WEIGHTS), weights=WEIGHTS)
 
 
-def test_strided_weights() -> None:
+def test_strided_weights_become_contiguous() -> None:
     assert same(normalise(SPEC, CPU, VALUES, OFFSETS, WEIGHTS.repeat_interleave(2)[::2]), weights=WEIGHTS)
 
 
-def test_empty_batches() -> None:
+def test_empty_batches_are_allowed() -> None:
     none = torch.empty(0, dtype=torch.int64)
     assert normalise(SPEC, CPU, none, torch.zeros(1, dtype=torch.int64)).batch == 0
     assert normalise(SPEC, CPU, none, lengths=none).batch == 0
     assert normalise(SPEC, CPU, none, lengths=torch.zeros(6, dtype=torch.int64)).batch == 3
 
 
-def test_a_border_past_int32_stays_wrong_beside_int32_ids() -> None:
+def test_an_offset_past_int32_stays_wrong_with_int32_ids() -> None:
     offsets = OFFSETS.clone()
     offsets[-1] += 2**32
     batch = normalise(SPEC, CPU, VALUES.int(), offsets)
@@ -96,7 +96,7 @@ def test_a_border_past_int32_stays_wrong_beside_int32_ids() -> None:
         raise_bad_input(SPEC, *batch[:4], "error")
 
 
-def test_jagged() -> None:
+def test_a_jagged_is_a_batch() -> None:
     assert same(normalise(SPEC, CPU, Jagged(VALUES, OFFSETS)))
     assert same(normalise(SPEC, CPU, Jagged(VALUES, lengths=LENGTHS, weights=WEIGHTS)), weights=WEIGHTS)
     assert same(normalise(SPEC, CPU, Jagged(VALUES, OFFSETS), weights=WEIGHTS), weights=WEIGHTS)
@@ -104,12 +104,12 @@ def test_jagged() -> None:
 
 
 @pytest.mark.parametrize("rows", [(3,), (2, 2), (2, 3), (6, -1)])
-def test_jagged_sizes_that_do_not_fit(rows: tuple[int, ...]) -> None:
+def test_jagged_sizes_that_do_not_fit_are_refused(rows: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"rows_per_feature|a Jagged of 1 features"):
         normalise(SPEC, CPU, Jagged(VALUES, OFFSETS, rows_per_feature=rows))
 
 
-def test_nested_jagged_tensor() -> None:
+def test_a_nested_jagged_tensor_is_a_batch() -> None:
     nested = torch.nested.nested_tensor_from_jagged(VALUES, OFFSETS)
     assert same(normalise(SPEC, CPU, nested))
     weights = torch.nested.nested_tensor_from_jagged(WEIGHTS, OFFSETS)
@@ -117,19 +117,19 @@ def test_nested_jagged_tensor() -> None:
     assert same(normalise(SPEC, CPU, nested, weights=WEIGHTS), weights=WEIGHTS)
 
 
-def test_nested_jagged_tensor_with_gaps() -> None:
+def test_a_nested_jagged_tensor_may_have_gaps() -> None:
     padded = torch.tensor([[1, 9, 9], [2, 3, 9], [9, 9, 9], [400, 500, 9]])
     nested = torch.nested.narrow(padded, 1, torch.zeros(4, dtype=torch.int64), LENGTHS, layout=torch.jagged)
     assert same(normalise(SPEC, CPU, nested))
 
 
-def test_nested_tensor_of_the_old_layout() -> None:
+def test_a_nested_tensor_of_the_old_layout_is_refused() -> None:
     nested = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2, 3])])
     with pytest.raises(TypeError, match=r"values.*torch\.jagged"):
         normalise(SPEC, CPU, nested)
 
 
-def test_keyed_jagged_tensor() -> None:
+def test_a_keyed_jagged_tensor_is_a_batch() -> None:
     assert same(normalise(SPEC, CPU, Keyed(["a", "b"], VALUES, LENGTHS)))
     assert same(normalise(SPEC, CPU, Keyed(["a", "b"], VALUES, LENGTHS.int(), WEIGHTS)), weights=WEIGHTS)
 
@@ -153,7 +153,7 @@ def test_keyed_jagged_tensor_is_put_into_feature_order(weights: Tensor | None) -
         (Keyed(["a", "b"], VALUES, LENGTHS[:3]), "lengths.*2 keys"),
     ],
 )
-def test_bad_keyed_jagged_tensors(keyed: Keyed, message: str) -> None:
+def test_bad_keyed_jagged_tensors_are_refused(keyed: Keyed, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         normalise(SPEC, CPU, keyed)
 
@@ -203,7 +203,7 @@ def test_bad_keyed_jagged_tensors(keyed: Keyed, message: str) -> None:
         ),
     ],
 )
-def test_mistakes(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+def test_wrong_batches_are_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         normalise(SPEC, CPU, **dict(values=VALUES, offsets=OFFSETS) | arguments)
 
@@ -214,7 +214,7 @@ def test_one_feature_refuses_empty_offsets() -> None:
         normalise(spec, CPU, VALUES, OFFSETS[:0])
 
 
-def test_tables_on_another_device() -> None:
+def test_tables_on_another_device_are_refused() -> None:
     with pytest.raises(ValueError, match="values: is on cpu, the tables are on meta"):
         normalise(SPEC, META, VALUES, OFFSETS)
     assert normalise(SPEC, META, VALUES.to(META), OFFSETS.to(META), WEIGHTS.to(META)).batch == 2
@@ -247,7 +247,7 @@ def test_good_input_passes() -> None:
         ([0, 1, 1, 4, 5], r"feature 'b': the bag of sample 0 has 3 ids.*hotness=2"),
     ],
 )
-def test_bad_offsets(offsets: list[int], message: str | None, bounds_check: str) -> None:
+def test_bad_offsets_are_named(offsets: list[int], message: str | None, bounds_check: str) -> None:
     values = [1, 2, 3, 4, 99_999]  # the bad id is never what is reported
     if message is None:
         values, message = values[:2], "values has 2 ids, offsets end at 3"
@@ -264,13 +264,13 @@ def test_bad_offsets(offsets: list[int], message: str | None, bounds_check: str)
         ([1, 2, -(2**62), -1, 1000], r"feature 'a': id -4611686018427387904 of sample 1, position 1"),
     ],
 )
-def test_bad_ids(values: list[int], message: str) -> None:
+def test_bad_ids_are_named(values: list[int], message: str) -> None:
     with pytest.raises(IndexError, match=message):
         bad(values, OFFSETS.tolist())
     bad(values, OFFSETS.tolist(), "zero")
     bad(values, OFFSETS.tolist(), "unchecked")
 
 
-def test_mis_sized_weights_of_a_direct_call() -> None:
+def test_weights_of_the_wrong_size_are_refused() -> None:
     with pytest.raises(ValueError, match="weights: 3 numbers for 5 ids"):
         bad(VALUES.tolist(), OFFSETS.tolist(), weights=torch.ones(3))

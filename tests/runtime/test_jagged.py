@@ -40,14 +40,14 @@ def samples_of(jagged: Jagged) -> list[list[list[int]]]:
     return [[bags[f * size + b] for f in range(features)] for b in range(size)]
 
 
-def test_needs_exactly_one_kind_of_borders() -> None:
+def test_a_jagged_needs_either_offsets_or_lengths() -> None:
     with pytest.raises(ValueError, match="neither was passed"):
         Jagged(VALUES)
     with pytest.raises(ValueError, match="both were passed"):
         Jagged(VALUES, OFFSETS, LENGTHS)
 
 
-def test_is_frozen() -> None:
+def test_a_jagged_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Jagged(VALUES, OFFSETS).values = OFFSETS  # type: ignore[misc]
 
@@ -70,13 +70,13 @@ def test_sizes_become_a_tuple_of_ints() -> None:
         lambda: Jagged.from_dict({"b": [[4], [5, 6], [7]], "x": 0, "a": [[1, 2], [], 3]}, ["a", "b"]),
     ],
 )
-def test_made_from_other_forms(made: Any) -> None:
+def test_a_jagged_is_made_from_lists_padded_ids_and_dicts(made: Any) -> None:
     jagged = made()
     assert samples_of(jagged) == SAMPLES and jagged.num_features == 2 and len(jagged) == 3
     assert jagged.rows_per_feature in (None, (3, 4))
 
 
-def test_dense_ids_and_no_samples() -> None:
+def test_dense_ids_become_bags_of_a_jagged() -> None:
     assert samples_of(Jagged.from_padded(PADDED)) == PADDED.tolist()
     assert samples_of(Jagged.from_padded(PADDED[:, :, 0])) == PADDED[:, :, :1].tolist()
     for empty in (
@@ -110,7 +110,7 @@ def test_dense_ids_and_no_samples() -> None:
         (ValueError, "no batch", lambda: Jagged.concatenate([])),
     ],
 )  # fmt: skip
-def test_mistakes(error: type[Exception], message: str, make: Any) -> None:
+def test_wrong_arguments_are_refused(error: type[Exception], message: str, make: Any) -> None:
     with pytest.raises(error, match=message):
         make()
 
@@ -119,7 +119,7 @@ def test_mistakes(error: type[Exception], message: str, make: Any) -> None:
 @pytest.mark.parametrize(
     "chosen", [slice(1, 3), slice(None), slice(0, 3, 2), slice(-1, None), slice(2, 1), slice(0, 99)]
 )
-def test_slices(chosen: slice, by: str) -> None:
+def test_slices_have_their_samples(chosen: slice, by: str) -> None:
     whole = batch()
     if by == "offsets":
         assert whole.lengths is not None
@@ -128,7 +128,7 @@ def test_slices(chosen: slice, by: str) -> None:
     assert samples_of(whole[chosen]) == SAMPLES[chosen]
 
 
-def test_single_samples() -> None:
+def test_one_index_is_one_sample() -> None:
     whole = batch()
     assert [samples_of(sample) for sample in whole] == [[sample] for sample in SAMPLES]
     assert samples_of(whole[-1]) == SAMPLES[-1:] and whole[-1].rows_per_feature == (1, 1)
@@ -142,7 +142,7 @@ def test_batches_are_joined() -> None:
     assert some.weights is not None and some.weights.tolist() == [1, 1, 30, 1, 50, 60, 70]
 
 
-def test_goes_through_a_data_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jagged_goes_through_a_data_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, labels = batch(), torch.arange(3)
     loader = DataLoader([(whole[i], labels[i]) for i in range(3)], batch_size=2, collate_fn=ef.collate)
     found = [(samples_of(ids), label.tolist()) for ids, label in loader]
@@ -162,7 +162,7 @@ def test_lists_of_ids_stay_one_list_per_sample() -> None:
     assert first.tolist() == [1, 3] and second.tolist() == [2, 4]  # as torch joins other lists
 
 
-def test_moves_to_a_device_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jagged_moves_to_a_device_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     plain = Tensor.to
     monkeypatch.setattr(Tensor, "to", lambda tensor, *a, **k: asked.append((a, k)) or plain(tensor, *a, **k))

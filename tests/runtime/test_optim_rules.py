@@ -87,7 +87,7 @@ T = torch.optim
     ],
 )
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_equals_torch(ours: optim.Optimizer, theirs: Made, dtype: torch.dtype, rtol: float) -> None:
+def test_rules_equal_torchs_optimizers(ours: optim.Optimizer, theirs: Made, dtype: torch.dtype, rtol: float) -> None:
     w, items = gradients(dtype)
     parameter = torch.nn.Parameter(w.clone())
     optimizer = theirs([parameter])
@@ -171,7 +171,7 @@ def lars(w: list[float], g: list[float], state: dict[str, Any], t: int) -> list[
     ],
 )
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_equals_the_formula(ours: optim.Optimizer, formula: Any, dtype: torch.dtype, rtol: float) -> None:
+def test_rules_equal_their_formulas(ours: optim.Optimizer, formula: Any, dtype: torch.dtype, rtol: float) -> None:
     w, items = gradients(torch.float64)
     rows, memory = w.tolist(), [{} for _ in range(ROWS)]  # type: list[list[float]], list[dict[str, Any]]
     for step, (g, (got, _)) in enumerate(zip(items, trained(ours, dtype), strict=True)):
@@ -224,7 +224,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("optimizer", [*ALL, Signum(lr=0.01, beta=0.95)], ids=lambda o: o.update.rule.name)
-def test_is_a_value(optimizer: optim.Optimizer) -> None:
+def test_optimizers_are_values(optimizer: optim.Optimizer) -> None:
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert copied == optimizer
         assert copied.update == optimizer.update
@@ -250,7 +250,7 @@ def test_options_are_in_the_rule_only_when_used(optimizer: optim.Optimizer) -> N
         assert kind(weight_decay=0.125, decoupled=True).update.rule.lines[0] == "w *= 1 - lr * weight_decay"
 
 
-def test_a_rule_of_a_user() -> None:
+def test_a_users_rule_trains() -> None:
     signum = Signum(lr=0.01, beta=0.95, weight_decay=0.1, rounding="nearest")
     assert signum.hyper_values == (0.95, 0.1)
     assert signum.update.rounding == "nearest"
@@ -299,7 +299,7 @@ def test_a_rule_of_a_user() -> None:
         (lambda: optim.custom("a", {}, "w = lr")(max_row_norm=1.0), ["'max_row_norm' changes neither"]),
     ],
 )
-def test_refused(make: Callable[[], object], parts: list[str]) -> None:
+def test_wrong_numbers_of_optimizers_are_refused(make: Callable[[], object], parts: list[str]) -> None:
     with pytest.raises(RuleError) as raised:
         make()
     for part in parts:

@@ -38,7 +38,7 @@ print(embforge.functional.embedding(ids, weight).tolist())
 
 
 @pytest.mark.parametrize("imports", ["import embforge\nimport torch", "import torch\nimport embforge"])
-def test_operators_are_there_in_either_order(imports: str) -> None:
+def test_operators_are_registered_in_either_order_of_imports(imports: str) -> None:
     rows = [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     assert run(CALL.format(imports=imports)) == f"{rows} embforge.lookup.default\n{rows}"
 
@@ -51,7 +51,7 @@ def imitation(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_torch_that_embforge_does_not_fit_is_imported_all_the_same(imitation: Path) -> None:
+def test_a_torch_that_embforge_does_not_support_is_still_imported(imitation: Path) -> None:
     code = """
 import warnings, sys
 sys.tries = 1
@@ -63,7 +63,7 @@ print(torch.ready, caught[0].message)
     assert run(code, imitation).startswith("True embforge's operators are not registered with torch: AttributeError")
 
 
-def test_the_last_step_is_taken_once_and_only_by_an_import(imitation: Path) -> None:
+def test_registration_happens_once_and_only_by_an_import(imitation: Path) -> None:
     """Not by a look for torch, nor by an import that fails; and two of them do not call each other for ever."""
     code = """
 import importlib.util, sys, threading

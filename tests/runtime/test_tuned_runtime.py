@@ -134,7 +134,7 @@ def test_batch_size_chooses_and_is_checked() -> None:
             module_of(batch_size=wrong)
 
 
-def test_hotness_is_traffic() -> None:
+def test_hotness_chooses_among_results() -> None:
     spec = CollectionSpec(SPEC.tables, [replace(f, hotness=16) for f in SPEC.features])
     save(record_of(FAST, traffic=Traffic(2048, 1)), "user")
     save(record_of(FASTER, traffic=Traffic(2048, 20), created="2020-01-01T00:00:00Z"), "user")
@@ -149,7 +149,7 @@ def test_other_backends_are_not_tuned(backend: Any) -> None:
     assert module.choices()["forward"].why == f"default: nothing is tuned for {backend}"
 
 
-def test_meta_then_a_device() -> None:
+def test_a_module_made_on_meta_chooses_when_it_moves() -> None:
     save(record_of(FAST), "user")
     module = module_of(device="meta")
     assert module.plan().params == FAST  # on meta a cpu module is for this machine
@@ -159,7 +159,7 @@ def test_meta_then_a_device() -> None:
     assert module.plan().params == FASTER  # moving chooses anew
 
 
-def test_copies_and_pickles_choose_anew() -> None:
+def test_copies_and_pickles_choose_again() -> None:
     module = module_of(batch_size=64)
     given = module_of(params=FASTER)
     save(record_of(FAST, traffic=Traffic(64)), "user")

@@ -348,7 +348,7 @@ def test_threads_share_a_kernel() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one.bits(), other.bits(), strict=True))
 
 
-def test_reduced_gradients() -> None:
+def test_reduced_gradients_have_the_references_bits() -> None:
     plan = plan_of(rich_spec("bf16"), "reduce")
     kernel = CpuReduce(plan, build(plan).binary)
     for case in (Case(40, "edges", "zipf"), Case(0), Case(30, "usual", "same"), Case(500, "usual", bad_ids=True)):
@@ -363,7 +363,7 @@ def test_reduced_gradients() -> None:
 
 
 @pytest.mark.parametrize("isa", [host_isa(), "generic"])
-def test_weight_gradients(isa: str) -> None:
+def test_weight_gradients_have_the_references_bits(isa: str) -> None:
     plan = plan_of(rich_spec("fp16" if isa == "generic" else "fp32"), "weight_gradient", isa=isa)
     kernel = CpuWeightGradient(plan, build(plan).binary)
     for case in (Case(40, "edges"), Case(0), Case(30, "usual", weights="absent"), Case(30, "usual", bad_ids=True)):

@@ -83,7 +83,7 @@ def test_rows_that_registers_cannot_hold_are_not_unrolled(tmp_path: Path) -> Non
     assert made[1] != made[2] == made[4]
 
 
-def test_what_is_unrolled() -> None:
+def test_wide_rows_are_unrolled_less_often() -> None:
     assert [rows_at_once(vectors, 4, ISAS["avx512"]) for vectors in (1, 6, 7, 10, 11, 16)] == [4, 4, 2, 2, 1, 1]
 
 
@@ -120,7 +120,7 @@ def test_streamed_results_are_finished_by_a_fence(tmp_path: Path) -> None:
         assert len(re.findall(r"\bsfence\b", listing.stdout)) >= 2  # of the caller and of a thread
 
 
-def test_a_text_from_before_these_fields_means_what_it_meant() -> None:
+def test_a_text_from_before_these_fields_keeps_its_meaning() -> None:
     """So the schema of a plan's text did not change with them."""
     for plan in (forward(one_table(8)), plan_of(rich_spec(), params=CpuBackwardParams())):
         old = re.sub(r'"(rows_unrolled|threads)":\d+,|"stores":"\w+",|,"threads":\d+', "", plan.text)

@@ -24,28 +24,30 @@ pytestmark = [
 PYTEST = ("-q", "--tb=short", "-p", "no:cacheprovider", "-p", "emulated_driver.plugin")
 LEAST_COVERED = 0.9
 BEYOND = {
-    "test_opcheck": "torch.compile sees through no tensor of ours",
+    "opcheck": "torch.compile sees through no tensor of ours",
+    "test_a_lookup_compiles": "torch.compile sees through no tensor of ours",
     "test_compiled": "torch.compile sees through no tensor of ours",
     "test_every_form_of_input": "no nested tensors",
-    "test_pickle": "no pickles",
-    "test_torch_save": "no pickles",
+    "test_a_pickled_module": "no pickles",
+    "test_a_module_saved_by_torch": "no pickles",
     "test_bits": "takes long: its checks of the launcher are in emulated_driver/",
     "test_training": "takes long: see check_module.py; all of it is in the soak",
 }
-"""What the conformance suite asks of a GPU and the stand-in for torch's CUDA device does not have."""
+"""Tests of the conformance suite that need what the stand-in for torch's CUDA device does not have, each with what is
+missing. The keys are parts of names, as for pytest's -k."""
 BEYOND_IN_TRAINING = {
-    "test_opcheck": "torch.compile sees through no tensor of ours",
+    "opcheck": "torch.compile sees through no tensor of ours",
     "test_clipping_by_the_norm_of_all_gradients": "no sparse tensors",
     "test_gradients_are_sparse": "no sparse tensors",
     "test_dense_gradients_are_the_sparse_ones": "no sparse tensors",
-    "test_no_samples_and_no_ids and None": "no sparse tensors",
+    "test_batches_without_samples_or_ids and None": "no sparse tensors",
     "test_autocast": "autocast knows no device of ours",
     "test_one_checkpointed_call_is_right and False": "its saved tensors say that they are on a CPU",
 }
 
 
 def passes(module: str, *words: str) -> str:
-    """What the process printed."""
+    """Runs a module in a process that must succeed, and returns what it printed."""
     ended = build.run(module, *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -87,7 +89,7 @@ def conformance(*files: str) -> None:
 
 
 def test_bad_input_and_guards_on_emulated_devices() -> None:
-    """What a launcher adds to kernels that run on simt too: when and how a mistake is told, and what is compared."""
+    """Kernels run on simt too. A launcher adds when and how a mistake is reported, and what is compared."""
     conformance("conformance/test_bad_input.py", "conformance/test_guards.py")
 
 
@@ -115,7 +117,7 @@ def started(environment: dict[str, str], *lines: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_it_does_not_start_unless_it_is_told_to() -> None:
+def test_the_emulated_driver_starts_only_on_request() -> None:
     library = build.driver_library()
     lines = (f"driver = ctypes.CDLL({str(library)!r})", "print(driver.cuInit(0), driver.cuInit(0))")
     without = {name: value for name, value in os.environ.items() if name != build.CONSENT}
@@ -129,7 +131,7 @@ def test_it_does_not_start_unless_it_is_told_to() -> None:
     assert started({**without, build.CONSENT: build.devices_of("sm_90")}, *lines).stdout == "0 0\n"
 
 
-def test_no_loader_finds_it() -> None:
+def test_no_loader_finds_the_emulated_driver() -> None:
     """Even in a process that may use it: its file has another name, and lies where nobody looks."""
     library = build.driver_library()
     assert "cuda" not in library.name
@@ -138,6 +140,6 @@ def test_no_loader_finds_it() -> None:
     assert "libcuda.so.1: cannot open shared object file" in ended.stderr
 
 
-def test_it_is_no_part_of_the_package() -> None:
+def test_the_emulated_driver_is_no_part_of_the_package() -> None:
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     assert "emulated" not in project

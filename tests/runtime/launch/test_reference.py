@@ -37,21 +37,21 @@ def one_feature(pooling: str, weighted: bool = False, output: str = "fp32", tabl
 
 @given(spec=specs(), case=cases(most_samples=5), seed=seeds)
 @examples(60)
-def test_any_spec_and_batch(spec: CollectionSpec, case: Case, seed: int) -> None:
+def test_any_spec_and_batch_equals_the_naive_lookup(spec: CollectionSpec, case: Case, seed: int) -> None:
     check(spec, draw_batch(spec, case, seed), draw_tables(spec, seed, special=bool(seed % 2)))
 
 
 @pytest.mark.parametrize("table", TABLE_DTYPES)
 @pytest.mark.parametrize("output", OUTPUT_DTYPES)
 @pytest.mark.parametrize(("pooling", "weighted"), KINDS)
-def test_every_kind_and_dtype(pooling: str, weighted: bool, output: str, table: str) -> None:
+def test_every_pooling_and_dtype_equals_the_naive_lookup(pooling: str, weighted: bool, output: str, table: str) -> None:
     spec = one_feature(pooling, weighted, output, table, padding_idx=2)
     for seed, case in enumerate([Case(8, "edges"), Case(8, bad_ids=True), Case(8, "one", weights="special")]):
         check(spec, draw_batch(spec, case, seed), draw_tables(spec, seed, special=seed == 1))
 
 
 @pytest.mark.parametrize(("pooling", "weighted"), KINDS)
-def test_very_long_bag(pooling: str, weighted: bool) -> None:
+def test_a_very_long_bag_equals_the_naive_lookup(pooling: str, weighted: bool) -> None:
     spec = one_feature(pooling, weighted, padding_idx=2)
     drawn = draw_batch(spec, Case(2, "long", bad_ids=True), 5)
     assert pooling in ("none", "concat") or int(drawn.offsets.diff().max()) == 300_000

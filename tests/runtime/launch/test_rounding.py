@@ -88,7 +88,7 @@ def test_nearest_is_torchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_stochastic_keeps_what_fits_and_else_takes_a_neighbour(name: str) -> None:
+def test_stochastic_keeps_what_fits_and_otherwise_takes_a_neighbour(name: str) -> None:
     x = interesting(name)
     x = x[x.abs() < LARGEST[name]]
     nearest = x.to(torch_dtype(name))
@@ -119,7 +119,9 @@ def test_stochastic_keeps_what_fits_and_else_takes_a_neighbour(name: str) -> Non
         ("fp8_e5m2", 0x80, 0x7B, 0x7C, 0x7F),
     ],
 )
-def test_edges(name: str, rounding: str, sign: int, largest: int, infinity: int, nan: int) -> None:
+def test_edges_of_formats_round_right(
+    name: str, rounding: str, sign: int, largest: int, infinity: int, nan: int
+) -> None:
     over = 3.4e38 if name == "bf16" else LARGEST[name] * 1.3
     inf = torch.inf
     x = torch.tensor([0.0, -0.0, inf, -inf, torch.nan, -torch.nan, over, -over, 1e-45, -1e-45, LARGEST[name]])
@@ -165,7 +167,7 @@ def test_stochastic_rounding_has_no_bias(name: str, value: float) -> None:
 
 @pytest.mark.parametrize(("name", "step"), [("fp16", 2.0**-24), ("fp8_e4m3", 2.0**-9), ("fp8_e5m2", 2.0**-16)])
 @pytest.mark.parametrize("share", [2.0**-18, 2.0**-17, 1.5 * 2.0**-16, 0.3, 0.5, 1 - 2.0**-17, 1 + 2.0**-16, 2.7])
-def test_tiny_numbers_are_right_in_the_mean_of_all_random_numbers(name: str, step: float, share: float) -> None:
+def test_tiny_numbers_are_right_on_average(name: str, step: float, share: float) -> None:
     """To half of what 16 bits resolve, however small the number."""
     random = torch.arange(65536)[:, None]
     x = torch.full((65536, 1), share * step)
@@ -173,7 +175,7 @@ def test_tiny_numbers_are_right_in_the_mean_of_all_random_numbers(name: str, ste
     assert abs(mean / step - float(x[0, 0]) / step) <= 2.0**-17
 
 
-def test_fp32_is_left_alone_and_random_numbers_are_asked_for() -> None:
+def test_fp32_is_not_rounded_and_random_numbers_are_required() -> None:
     x = torch.randn(3)
     assert rounded(x, "fp32", "stochastic") is x
     with pytest.raises(ValueError, match="needs random numbers"):

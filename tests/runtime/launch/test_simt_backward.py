@@ -106,7 +106,7 @@ def test_no_parameter_changes_a_bit(medium_run: int, block: int) -> None:
     ],
     ids=lambda value: value.name if isinstance(value, Rule) else str(value),
 )
-def test_all_poolings_and_dtypes(rule: Rule, output: str, arch: str, id_dtype: str) -> None:
+def test_all_poolings_and_dtypes_have_the_references_bits(rule: Rule, output: str, arch: str, id_dtype: str) -> None:
     spec = with_output(POOLINGS, output)
     plan = plan_of(spec, rule, arch, id_dtype)
     for case in cases_of(id_dtype):
@@ -155,7 +155,7 @@ def test_more_rows_than_keys_of_32_bits_can_number() -> None:
 @pytest.mark.parametrize(
     ("output", "id_dtype"), [pytest.param("fp32", "int64", marks=pytest.mark.soak), ("bf16", "int32")]
 )
-def test_reductions(output: str, id_dtype: str) -> None:
+def test_reductions_have_the_references_bits(output: str, id_dtype: str) -> None:
     spec = with_output(POOLINGS, output)
     plan = plan_of(spec, None, id_dtype=id_dtype, op="reduce")
     for case in cases_of(id_dtype):
@@ -167,7 +167,7 @@ def test_reductions(output: str, id_dtype: str) -> None:
 @pytest.mark.parametrize(
     ("output", "id_dtype"), [("fp32", "int64"), pytest.param("fp16", "int32", marks=pytest.mark.soak)]
 )
-def test_gradients_of_weights(output: Any, id_dtype: str) -> None:
+def test_gradients_of_weights_have_the_references_bits(output: Any, id_dtype: str) -> None:
     poolings = ("sum", "mean", "sqrtn", "none", "concat", "sum")
     features = [
         FeatureSpec(f"{pooling}{i}", "ab"[i % 2], pooling, weighted=i < 5, padding_idx=i, hotness=2)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_a_row_that_occurs_more_than_64_times_4096_times() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
 @pytest.mark.parametrize("output", ["fp32", "bf16"])
-def test_every_rule(arch: str, output: str) -> None:
+def test_every_rule_has_the_references_bits(arch: str, output: str) -> None:
     spec = with_output(POOLINGS, output)
     for rule in RULES:
         plan = plan_of(spec, rule, arch)

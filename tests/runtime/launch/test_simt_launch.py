@@ -152,12 +152,12 @@ def test_a_race_names_both_threads(kernels: Path) -> None:
     assert label == "earlier: " and one != other
 
 
-def test_without_addr2line_the_place_in_the_image_is_told(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_addr2line_the_place_in_the_image_is_named(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simt_report.shutil, "which", lambda name: None)
     assert re.search(r"block 0, thread 7, at .*kernels\.so \+ 0x[0-9a-f]+ .*addr2line", str(bug(kernels, "too_far")))
 
 
-def test_a_launch_that_cannot_be_is_refused(kernels: Path) -> None:
+def test_an_impossible_launch_is_refused(kernels: Path) -> None:
     image = load_image(kernels)
     for kernel, block in (("nowhere", 32), ("double_all", 65)):
         status, report, _ = image.launch(kernel, (1, 1, 1), (block, 1, 1), [], [])
@@ -194,7 +194,7 @@ def test_every_call_has_a_schedule_of_its_own_and_the_same_result(monkeypatch: p
     assert seeds == [0, 1, 2]
 
 
-def test_results_that_nobody_wrote_are_named() -> None:
+def test_results_that_no_thread_wrote_are_named() -> None:
     kernel = forward()
     (symbol, ranges), *others = kernel._shape.kernels
     kernel._shape = replace(kernel._shape, kernels=())

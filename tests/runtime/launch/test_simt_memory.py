@@ -52,7 +52,7 @@ def neighbours(case: Case) -> tuple[Any, ...]:
         ),
     ],
 )
-def test_an_overrun_meets_nothing(sound: str, buggy: str, says: str, tmp_path: Path) -> None:
+def test_an_overrun_is_reported_as_out_of_bounds(sound: str, buggy: str, says: str, tmp_path: Path) -> None:
     text, image = source_of(PLAN), tmp_path / "image.so"
     assert sound in text, "the kernels changed: seed this bug anew"
     image.write_bytes(compile_image(text.replace(sound, buggy), f"{twin_of(PLAN).uri}.cu"))
@@ -60,7 +60,7 @@ def test_an_overrun_meets_nothing(sound: str, buggy: str, says: str, tmp_path: P
         SimtForward(PLAN, image)(*neighbours(Case(9, "one")))
 
 
-def test_everything_but_large_tables_lies_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_but_large_tables_is_copied_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(PLAN, params=CudaParams(long_bag=256))
     kernel, call = SimtForward(plan, build(plan).binary), neighbours(Case(3, "split"))
     tables = call[1]
@@ -89,7 +89,7 @@ def test_tables_that_stay_and_overlap_are_one_region_by_both_names() -> None:
     assert _apart(regions) == [Region("table a/b", 100, 150), Region("values", 400, 8)]
 
 
-def test_guarded_memory() -> None:
+def test_guarded_memory_has_the_layout_of_what_it_copies() -> None:
     made = guarded_empty((2, 3), torch.bfloat16, torch.device("cpu"))
     assert (made.shape, made.dtype, made.untyped_storage().nbytes()) == ((2, 3), torch.bfloat16, 12)
     assert made.view(torch.uint8).unique().tolist() == [GARBAGE]

@@ -1,7 +1,7 @@
-"""Kernels whose grids have a limit, with that limit at one block: it goes round its loop for all the work there is.
+"""Kernels whose grids have a limit, with a limit of one block, so that its loop does all of the work.
 
-No batch of a test is large enough for the limits that programs have. Every test here is one that exists for the usual
-grids; results must be the reference's bits again.
+No batch of a test is large enough for the real limits. The tests here repeat tests that exist for grids of any size;
+results must have the reference's bits again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_limits_are_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("part", [slice(3), slice(3, None)], ids=["sums", "others"])
 def test_lookups_of_long_bags(part: slice) -> None:
-    """Half of the features: one block works for all of them, and the executor ends a block that seems to be endless."""
+    """Half of the features: one block does all of the work, and the executor ends a block that runs too long."""
     spec = CollectionSpec(forward.LONG.tables, forward.LONG.features[part])
     forward.check(spec, "simt", Case(3, "long", bad_ids=True), 2, special=False)
 
@@ -55,9 +55,9 @@ def test_rows_of_every_number_of_occurrences() -> None:
 
 
 def test_updates_of_all_poolings_and_dtypes() -> None:
-    backward.test_all_poolings_and_dtypes(builtin.adam(), "fp32", "sm_90", "int64")
-    backward.test_all_poolings_and_dtypes(builtin.rowwise_adagrad(), "bf16", "sm_75", "int32")
+    backward.test_all_poolings_and_dtypes_have_the_references_bits(builtin.adam(), "fp32", "sm_90", "int64")
+    backward.test_all_poolings_and_dtypes_have_the_references_bits(builtin.rowwise_adagrad(), "bf16", "sm_75", "int32")
 
 
 def test_reductions_of_all_poolings_and_dtypes() -> None:
-    backward.test_reductions("bf16", "int32")
+    backward.test_reductions_have_the_references_bits("bf16", "int32")

@@ -23,7 +23,7 @@ def test_rows_are_reduced_over_all_pieces_of_their_columns(found: list[dict[str,
         assert max(apart.values()) < 1e-6, apart
 
 
-def test_padding_of_a_fused_table_is_its_own(found: list[dict[str, Any]]) -> None:
+def test_features_of_a_fused_table_keep_their_padding(found: list[dict[str, Any]]) -> None:
     assert all(row == [3.0] * corners.DIM for row in of(found, corners.padding_of_a_fused_table))
 
 
@@ -75,22 +75,22 @@ def test_the_default_dtype_changes_nothing(found: list[dict[str, Any]]) -> None:
     assert of(found, corners.other_default_dtypes) == [[]] * len(found)
 
 
-def test_a_step_without_gradients_is_none(found: list[dict[str, Any]]) -> None:
+def test_a_step_without_gradients_is_not_counted(found: list[dict[str, Any]]) -> None:
     for replicated, spread in of(found, corners.steps_without_gradients):
         assert replicated[1] == spread[1] == 1
         assert replicated[0] == pytest.approx(spread[0]) == pytest.approx(0.9)
 
 
-def test_all_tables_frozen(found: list[dict[str, Any]]) -> None:
+def test_passes_with_all_tables_frozen_count_no_step(found: list[dict[str, Any]]) -> None:
     for steps, wants_gradients in of(found, corners.all_tables_frozen):
         assert not any(steps) and not wants_gradients
 
 
-def test_no_memory_on_one_rank_is_told_to_the_others(found: list[dict[str, Any]]) -> None:
+def test_a_lack_of_memory_on_one_rank_raises_on_all(found: list[dict[str, Any]]) -> None:
     assert of(found, corners.no_memory_on_one_rank) == ["MemoryError", "RankError"][: len(found)]
 
 
-def test_groups_wait_as_long_as_the_given_one(found: list[dict[str, Any]]) -> None:
+def test_groups_have_the_timeout_of_the_passed_group(found: list[dict[str, Any]]) -> None:
     assert all(of(found, corners.timeouts))
 
 
@@ -110,7 +110,7 @@ def test_hierarchical_gradients_in_two_bytes() -> None:
 
 
 @pytest.mark.soak
-def test_rows_that_come_behind_odd_columns_on_the_emulated_gpu() -> None:
+def test_rows_after_an_odd_number_of_columns_on_the_emulated_gpu() -> None:
     for equal, trained in run_ranks(2, corners.rows_after_an_odd_number_of_columns, "simt"):
         assert equal and trained == 12.0 - 2.0
 

@@ -18,7 +18,7 @@ from support.sharded.mix import batch_of, made, step
 BUSY_LOOPS = 4
 
 
-def test_a_program_that_just_ends_ends_well() -> None:
+def test_a_program_without_destroy_process_group_ends_well() -> None:
     """Without the groups' end, 2 of 6 runs had a rank that died by SIGABRT; the soak has a hundred."""
     assert exit_codes(3) == [0, 0, 0]
 

@@ -30,7 +30,7 @@ for _size in (2, 3):
     ON_RANKS[_size].append(by_table())
 
 
-def test_any_two_choices_meet() -> None:
+def test_any_two_choices_occur_together() -> None:
     """Of kind, pooling with or without weights, rule."""
     met: set[Any] = set()
     for rule in RULES:
@@ -42,7 +42,7 @@ def test_any_two_choices_meet() -> None:
     assert not missing, f"nowhere together: {sorted(missing, key=str)}"
 
 
-def test_they_meet_however_many_variants_there_are() -> None:
+def test_choices_occur_together_for_any_number_of_variants() -> None:
     for count in range(1, 4 * len(VARIANTS)):
         variants: list[Any] = [("sum", number) for number in range(count)]
         met: set[Any] = set()

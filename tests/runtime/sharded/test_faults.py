@@ -48,7 +48,7 @@ def test_a_kernel_that_one_rank_cannot_build_stops_all(tmp_path: Path) -> None:
         assert of_rank["afterwards"] == ("nothing", "")
 
 
-def test_modules_are_made_whatever_other_groups_there_are() -> None:
+def test_modules_do_not_depend_on_other_groups() -> None:
     found = run_ranks(3, work.groups)
     for of_rank in found[:2]:
         kind, words = of_rank["unequal"]
@@ -57,7 +57,7 @@ def test_modules_are_made_whatever_other_groups_there_are() -> None:
     assert found[2] == {}
 
 
-def test_a_modules_groups_have_the_given_backend() -> None:
+def test_a_modules_groups_have_the_passed_groups_backend() -> None:
     for of_rank in run_ranks(2, work.other_backend):
         assert of_rank["own"] == "cpu:gloo"
         kind, words = of_rank["device"]
@@ -159,7 +159,7 @@ def test_what_join_cannot_do_is_refused() -> None:
         assert ahead[0] == "ValueError" and "PrefetchedBatches inside of Join" in ahead[1]
 
 
-def test_a_bad_batch_among_prefetched_ones_comes_in_its_place() -> None:
+def test_a_bad_batch_among_prefetched_ones_raises_in_its_turn() -> None:
     for (kind, words), seen, goes_on in run_ranks(2, work.prefetched):
         assert kind == "IndexError" and "rank 0: feature 'sum': id 99" in words
         assert seen == 1 and goes_on

@@ -118,7 +118,7 @@ def _numbers(part: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return values.numpy(), offsets.numpy()
 
 
-def test_what_is_not_finite_arrives() -> None:
+def test_infinities_and_nans_arrive() -> None:
     """In every format: an infinite row gives no finite result, an infinite gradient no finite row."""
     run_ranks(2, not_finite)
 

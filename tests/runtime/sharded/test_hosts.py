@@ -24,14 +24,14 @@ PATIENCE = 600
 
 @pytest.mark.soak
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
-def test_on_one_host(processes: int) -> None:
+def test_torchrun_on_one_host(processes: int) -> None:
     run = _torchrun("--standalone", "--nproc-per-node", str(processes))
     output = _finished(run)
     expected = {f"ok {rank} {processes} {processes}" for rank in range(processes)}
     assert {" ".join(line.split()[:4]) for line in output.splitlines() if line.startswith("ok ")} == expected, output
 
 
-def test_on_two_hosts() -> None:
+def test_torchrun_on_two_hosts() -> None:
     with _two_hosts() as hosts:
         runs = [
             _torchrun(

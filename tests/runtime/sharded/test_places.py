@@ -28,7 +28,7 @@ CASES: list[tuple[ef.CollectionSpec, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_both_ways_give_the_same(size: int) -> None:
+def test_point_to_point_and_all_to_all_give_the_same(size: int) -> None:
     for found in run_ranks(size, both_ways):
         assert all(same and bytes_ > 0 for same, bytes_ in found), found
 
@@ -37,7 +37,7 @@ def both_ways(rank: int, size: int) -> list[tuple[bool, int]]:
     return [_compare(rank, None, spec, kinds) for spec, kinds in CASES[: 4 if size > 2 else 3]]
 
 
-def test_a_group_of_some_ranks() -> None:
+def test_a_group_of_some_ranks_sends_point_to_point() -> None:
     """Its ranks have other numbers than those of the program."""
     for rank, found in enumerate(run_ranks(4, in_a_part)):
         assert rank == 0 or (found[0] and found[1] > 0), (rank, found)

@@ -147,7 +147,7 @@ def on_simt(rank: int, size: int) -> list[bool]:
     ]
 
 
-def test_what_cannot_be_asked_for_is_said() -> None:
+def test_wrong_values_of_pools_are_refused() -> None:
     plan = ShardPlan.row_wise(SPEC)
     with pytest.raises(ValueError, match="pools='some' is not known; allowed: all, different, or None"):
         ef.sharded.ShardedEmbeddingCollection(SPEC, plan, optimizer=ef.optim.SGD(lr=0.1), pools="some")

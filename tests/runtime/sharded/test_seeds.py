@@ -163,7 +163,7 @@ def test_sparse_refuses_what_cannot_be_added() -> None:
         ef.sharded.DistributedSparseEmbedding(spec, optimizer=ef.optim.SGD())
 
 
-def test_fused_tables_go_by_the_users_names() -> None:
+def test_fused_tables_keep_the_users_names() -> None:
     spec = CollectionSpec((TableSpec("t", 5, 4), TableSpec("u", 7, 4)), (FeatureSpec("f", "t"), FeatureSpec("g", "u")))
     module = ef.sharded.DistributedSparseEmbedding(spec, optimizer=ef.optim.Adagrad(lr=0.1), backend="reference")
     values, offsets = torch.tensor([4, 6]), torch.tensor([0, 1, 2])
@@ -275,7 +275,7 @@ class Pair:
             )  # fmt: skip
 
 
-def test_what_training_loops_do() -> None:
+def test_what_training_loops_use_works_on_ranks() -> None:
     """Prefetched ids, accumulation, averages, frozen tables, schedulers, scaled losses, evaluation, whole tables."""
     for failures in run_ranks(2, loops):
         assert not failures

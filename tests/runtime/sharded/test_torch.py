@@ -27,7 +27,7 @@ def test_wrappers_around_a_collection_that_trains_its_own_rows() -> None:
             assert "ShardedEmbeddingCollection" in text
 
 
-def test_device_meshes() -> None:
+def test_device_meshes_are_process_groups() -> None:
     for found in run_ranks(4, work.on_meshes):
         assert found["flat"][0] == 4 and found["square"][0] == 2
         assert "rail_vectors" in found["square"][1]
@@ -35,7 +35,7 @@ def test_device_meshes() -> None:
         assert found["nonsense"][0] == "TypeError" and "got str" in found["nonsense"][1]
 
 
-def test_groups_of_some_ranks() -> None:
+def test_groups_of_some_ranks_have_their_own_modules() -> None:
     assert run_ranks(4, work.in_two_groups) == [True] * 4
 
 

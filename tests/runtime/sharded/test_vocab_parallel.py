@@ -20,7 +20,7 @@ import embforge as ef
 from embforge.sharded import vocab_parallel
 
 
-def test_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checks_pass_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     multiprocessing.set_forkserver_preload(["embforge.sharded.vocab_parallel"])  # imported once for all ranks
     mp.start_processes(vocab_ranks.run, args=(str(tmp_path),), nprocs=vocab_ranks.MOST_RANKS, start_method="forkserver")
@@ -40,14 +40,14 @@ def test_rows_drawn_in_blocks_are_those_of_one_draw(rows: int, dim: int, dtype: 
     assert torch.equal(module.weight, one.weight)
 
 
-def test_without_ranks() -> None:
+def test_one_process_needs_no_group() -> None:
     module = ef.sharded.VocabParallelEmbedding(5, 8)
     assert torch.equal(module(torch.tensor([4, 5])), torch.stack([module.weight[4], torch.zeros(8)]))
     assert torch.equal(module.full(), module.weight) and "rank" not in repr(module)
     assert ef.sharded.VocabParallelEmbedding(5, 8, device="meta").weight.is_meta
 
 
-def test_what_the_module_refuses() -> None:
+def test_wrong_arguments_of_the_module_are_refused() -> None:
     for message, arguments in (
         ("num_embeddings=0", {"num_embeddings": 0}),
         ("embedding_dim=2.0", {"embedding_dim": 2.0}),

@@ -53,14 +53,14 @@ def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("many_cpus")
-def test_it_asks_until_the_collective_is_done() -> None:
+def test_waiting_asks_until_the_collective_is_done() -> None:
     work = Work(after=100)
     wait(work, SHORT_BYTES + 1, ranks_here=8)
     assert (work.asked, work.waited) == (101, 1)
 
 
 @pytest.mark.usefixtures("many_cpus")
-def test_what_fails_is_raised_not_swallowed() -> None:
+def test_an_error_of_a_collective_is_raised() -> None:
     work = Work(after=3, error=RuntimeError("connection closed by peer"))
     with pytest.raises(RuntimeError, match="closed by peer"):
         wait(work, 8, ranks_here=2)
@@ -68,7 +68,7 @@ def test_what_fails_is_raised_not_swallowed() -> None:
 
 
 @pytest.mark.usefixtures("many_cpus")
-def test_a_late_rank_is_slept_for(clock: Clock) -> None:
+def test_waiting_for_a_late_rank_sleeps(clock: Clock) -> None:
     clock.step = waiting.SECONDS / 10
     work = Work(after=None)
     wait(work, 8, ranks_here=2)
@@ -93,7 +93,7 @@ def test_helping_threads_leave_the_cpu_to_the_main_one() -> None:
 
 
 @pytest.mark.usefixtures("many_cpus")
-def test_without_a_way_to_yield_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_sleeps_where_it_cannot_yield(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_give_way", lambda: None)
     work = Work(after=3)
     wait(work, 8, ranks_here=2)

@@ -72,7 +72,7 @@ def test_forward_forward_dict_and_training_are_seen_in_normal_form(tmp_path: Pat
         assert_same(replayed(path, number), *expected)
 
 
-def test_it_ends_by_itself_and_leaves_nothing_on_the_module(tmp_path: Path) -> None:
+def test_a_recording_ends_by_itself_and_leaves_nothing_on_the_module(tmp_path: Path) -> None:
     module, path = collection(), tmp_path / "trace.npz"
     before = dict(module.__dict__)
     recording = record(module, path, batches=2)
@@ -247,7 +247,7 @@ def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
         (None, "t.npz", 0, "batches=0"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, module: Any, name: str, batches: int, named: str) -> None:
+def test_wrong_arguments_of_record_are_named(tmp_path: Path, module: Any, name: str, batches: int, named: str) -> None:
     with pytest.raises(ef.WorkloadError, match=named):
         record(module or collection(), tmp_path / name, batches)
 

@@ -57,7 +57,7 @@ FEW_BUCKETS = CollectionSpec(
 """A kernel for each of dozens of plans is compiled from it."""
 
 
-def test_every_plan_field_on_the_cpu() -> None:
+def test_every_plan_field_on_the_cpu_passes() -> None:
     """Bit-equal to the reference whatever two fields say, with one thread and two; and near torch."""
     report = verify(FEW_BUCKETS, on="cpu", batch_sizes=(1, 7, 48))
     rows = report.rows
@@ -128,7 +128,7 @@ def test_an_error_of_a_run_is_a_row_and_the_others_run(monkeypatch: pytest.Monke
         assert row.passed or row.max_abs_error == float("inf")
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[str] = []
     verify(SPEC, on="reference", batch_sizes=(2,), threads=(1,), progress=lambda what, done, total: told.append(what))
     assert list(dict.fromkeys(told)) == ["drawing tables", "computing the reference", "running kernels"]
@@ -146,11 +146,11 @@ def test_progress_is_told() -> None:
         ([], [], None),
     ],
 )
-def test_first_difference(want: list[float], have: list[float], place: int | None) -> None:
+def test_the_first_difference_is_found(want: list[float], have: list[float], place: int | None) -> None:
     assert first_difference(torch.tensor(want), torch.tensor(have)) == place
 
 
-def test_one_nan_is_as_good_as_another() -> None:
+def test_all_nans_are_equal() -> None:
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert first_difference(nans, nans.flip(0)) is None
 
@@ -186,7 +186,7 @@ def test_plans_cover_every_pair_of_choices(target: str) -> None:
         {name: range(3) for name in "abcdefgh"},
     ],
 )
-def test_covering(choices: dict[str, Any]) -> None:
+def test_covering_sets_have_every_pair(choices: dict[str, Any]) -> None:
     rows = covering(choices)
     for a, b in combinations(choices, 2):
         assert {(row[a], row[b]) for row in rows} == {(x, y) for x in choices[a] for y in choices[b]}
@@ -199,7 +199,7 @@ def test_covering(choices: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("lengths", ["usual", "one", "none", "edges", "split", "deep", "long"])
 @pytest.mark.parametrize("ids", ["uniform", "zipf", "same"])
-def test_cases_are_what_they_say_and_repeat(lengths: Any, ids: Any) -> None:
+def test_cases_have_their_properties_and_repeat(lengths: Any, ids: Any) -> None:
     case = Case(20, lengths, ids, "int32", bad_ids=False)
     drawn, again = draw_batch(SPEC, case, 9), draw_batch(SPEC, case, 9)
     assert all(map(torch.equal, drawn, again))
@@ -228,7 +228,7 @@ def test_bad_ids_are_bad() -> None:
     assert 0.1 < share < 0.3
 
 
-def test_tables_lie_as_the_layout_says_with_poison_between_rows() -> None:
+def test_tables_have_their_layout_with_poison_between_rows() -> None:
     spec = CollectionSpec([TableSpec("t", 5, 15)], [FeatureSpec("f", "t")])
     (table,) = draw_tables(spec, 0)
     assert table.shape == (5, 15) and table.stride() == (16, 1)
@@ -240,7 +240,7 @@ def test_tables_lie_as_the_layout_says_with_poison_between_rows() -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.soak), "dlrm"])
-def test_example_specs(name: str) -> None:
+def test_example_specs_pass(name: str) -> None:
     """The specs that ship pass what they tell their readers to run, but for the size of their tables."""
     spec = load_spec(name)
     spec = replace(spec, tables=tuple(replace(t, num_embeddings=min(t.num_embeddings, 2000)) for t in spec.tables))

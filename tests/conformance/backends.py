@@ -1,4 +1,4 @@
-"""The backends that the conformance suite runs on: all of them, each on the device it works on."""
+"""The backends that the conformance suite runs on: all of them, each on its device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def device_of(backend: str) -> torch.device:
 
 
 def collection(spec: CollectionSpec, backend: Any, **more: Any) -> EmbeddingCollection:
-    """A module of that backend, on its device."""
+    """A module of the spec for a backend, on the backend's device."""
     return EmbeddingCollection(spec, device=device_of(backend), backend=backend, **more)
 
 

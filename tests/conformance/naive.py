@@ -1,4 +1,4 @@
-"""What a lookup means, a second time: loops over numpy float32 numbers that share no code with the package.
+"""A second definition of what a lookup means: loops over numpy float32 numbers that share no code with the package.
 
 Slow and obvious. The reference backend is held against it, and everything else against the reference.
 """
@@ -56,7 +56,7 @@ def _bag(feature: FeatureSpec, rows: np.ndarray, ids: list[int], weights: list[n
         scaled = [rows[i] * w if 0 <= i < len(rows) else zero for i, w in zip(ids, weights, strict=True)]
         fill = feature.hotness - len(ids) if feature.pooling == "concat" else 0
         return np.concatenate([zero[:0], *scaled, *[zero] * fill])
-    # An absent id keeps its place in its chunk, and adds nothing: None.
+    # An absent id (None) keeps its place in its chunk and adds nothing.
     kept = [0 <= i < len(rows) and i != feature.padding_idx for i in ids]
     if not any(kept):
         return zero

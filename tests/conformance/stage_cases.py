@@ -25,7 +25,7 @@ NARROW = ("int32", "int64", "bf16", "fp16", "bf16")
 SELECTIONS = tuple(combiner.name for combiner in SELECTING.values())
 """One library for all pieces that tests draw."""
 FILLER = 77
-"""What results hold before a stage runs, so that a word too much or too few shows."""
+"""Results are filled with this before a stage runs, so that tests see a word that is written too much or too few."""
 
 
 def loaded(backend: str, formats: Sequence[str], selecting: tuple[str, ...] = SELECTIONS) -> Stages:
@@ -41,7 +41,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """A tensor's bits; of NaNs only that they are some."""
+    """A tensor's bits, with all NaNs made equal."""
     tensor = tensor.detach().cpu()
     if not tensor.is_floating_point():
         return tensor
@@ -51,7 +51,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Split:
-    """One way to spread a feature's rows; `block`: rows of a block, 0: by modulo."""
+    """One way to split a feature's rows over shards: blocks of `block` rows, or by modulo if `block` is 0."""
 
     shards: int
     block: int = 0
@@ -59,7 +59,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature. Without a split its ids are looked at and go nowhere."""
+    """A feature. Without a split its ids are checked and not sent."""
 
     rows: int
     pooling: str = "sum"
@@ -88,7 +88,7 @@ class Case:
     bad: float = 0.0
     """How many of the ids are no rows."""
     asks: bool = False
-    """Whether most pooled streams count the pools that they ask for, and most of those then ask."""
+    """Whether most pooled streams count the pools that they would request, and most of these then request them."""
 
     @property
     def batch(self) -> int:
@@ -122,7 +122,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @dataclass
 class Bucketed:
-    """A case as `count` and `fill` take it, and what they left."""
+    """A case as the arguments of `count` and `fill`, and their results."""
 
     case: Case
     given: dict[str, Any]
@@ -133,11 +133,11 @@ class Bucketed:
     header: Tensor
     mistake: Tensor
     sequence: dict[int, int]
-    """By stream whose rows travel one by one: its bucketing."""
+    """For each stream whose rows are sent one by one: its bucketing."""
     sending: int
-    """Bucketings whose ids go somewhere; they are the first."""
+    """The number of bucketings whose ids are sent; they come first."""
     streams: int
-    """Streams of those."""
+    """The number of streams of these bucketings."""
     counted: Tensor = field(default_factory=lambda: torch.empty(0))
     """`slots` as `count` left them."""
     counted_pools: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -151,7 +151,7 @@ class Bucketed:
 
 
 def bucketed(case: Case, formats: Sequence[str], device: torch.device | str = "cpu") -> Bucketed:
-    """The metadata and batch of a case, results not computed."""
+    """The metadata and the batch of a case, before `count` and `fill`."""
     feature_rows, bucketings, shard_streams, streams = [], [], [], []
     sequence: dict[int, int] = {}
     divisor_width = length_rows = 0
@@ -234,7 +234,7 @@ def count(stages: Stages, made: Bucketed) -> None:
 
 
 def fill(stages: Stages, made: Bucketed, formats: Sequence[str]) -> None:
-    """Fills words whose places follow from the counts, with gaps between all of them."""
+    """Calls `fill`, with places for words that follow from the counts, and gaps between all of them."""
     step = torch_dtype(formats[1]).itemsize // 4
     made.counts = made.header[len(words.HEADER_WORDS) :].tolist()[: made.streams]
     at, base = 2, 0
@@ -255,20 +255,20 @@ def fill(stages: Stages, made: Bucketed, formats: Sequence[str]) -> None:
 
 
 def asked(made: Bucketed, stream: int) -> int:
-    """How many pools a stream asks for."""
+    """How many pools a stream requests."""
     at = int(made.given["streams"][stream, words.STREAM_WORDS.index("asked_at")])
     return int(made.header[at]) if at >= 0 else 0
 
 
 def samples_asked_for(made: Bucketed, stream: int) -> Tensor:
-    """Of which samples; none where all pools come back."""
+    """The samples whose pools a stream requests; none if all pools are sent back."""
     at = made.places[stream][words.PLACE_WORDS.index("asked_at")]
     return made.words[at : at + asked(made, stream)] if at >= 0 else made.words[:0]
 
 
 def samples_of_pools(made: Bucketed) -> Tensor:
-    """For every (stream, sample) the sample whose pool it gets; of streams that do not ask in the end nothing changes,
-    and what has no pool stays."""
+    """For every (stream, sample): the sample whose pool it gets. Entries without a pool, and those of streams that do
+    not request pools in the end, are unchanged."""
     assert made.pools is not None
     found = made.pools.cpu().clone()
     for stream in range(made.streams):
@@ -283,14 +283,15 @@ def samples_of_pools(made: Bucketed) -> Tensor:
 
 
 def sent_ids(made: Bucketed, stream: int, formats: Sequence[str]) -> Tensor:
-    """The ids of a stream, as they travel."""
+    """The ids of a stream in the form in which they are sent."""
     dtype = torch_dtype(formats[1])
     at = made.places[stream][0]
     return made.words[at : at + made.counts[stream] * dtype.itemsize // 4].cpu().clone().view(dtype)
 
 
 def rows_at_slots(made: Bucketed, formats: Sequence[str]) -> Tensor:
-    """For every (layer, position) the row that stands at its slot, told apart by stream; what has none stays."""
+    """For every (layer, position): the row at its slot, made different for different streams. Entries without a slot
+    are unchanged."""
     rows = [sent_ids(made, stream, formats).long() + 10_000 * (stream + 1) for stream in sorted(made.sequence)]
     known = torch.cat([*rows, torch.zeros(1, dtype=torch.int64)])
     slots = made.slots.cpu().long()
@@ -305,7 +306,7 @@ def rows_at_slots(made: Bucketed, formats: Sequence[str]) -> Tensor:
 
 
 def first_occurrences(slots: Tensor) -> Tensor:
-    """What a stage says of each id: sent here, sent before, or absent; whichever slot it is."""
+    """For each id: whether it is sent here, was sent before, or is absent, without regard to its slot's number."""
     slots = slots.cpu()
     return torch.where(slots == ABSENT, 2, (slots >= 0).long())
 
@@ -346,7 +347,7 @@ def segments(seed: int, shapes: Sequence[tuple[bool, tuple[int, ...]]], weighted
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns of a result, and how many partial pools they have."""
+    """Columns of a result, and the number of partial pools that are combined to them."""
 
     width: int
     action: str
@@ -354,7 +355,7 @@ class Piece:
 
 
 def network(seed: int, batch: int, pieces: Sequence[Piece], gap: int, formats: Sequence[str]) -> dict[str, Any]:
-    """Arguments of both network stages: every source a block of its own, with `gap` columns on both sides."""
+    """Arguments of both network stages. Every source has a block of its own, with `gap` columns on both sides."""
     generator = torch.Generator().manual_seed(seed)
     piece_rows, source_rows = [], []
     column = winner = divisor = block = own_block = 0

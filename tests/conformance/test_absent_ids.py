@@ -1,4 +1,4 @@
-"""A padding id that is no row is absent: as `bounds_check="zero"` takes any such id, and no other one."""
+"""A padding id that is no row is absent, as every id that is no row is with `bounds_check="zero"`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input on every backend: the error that the semantics name, and the process lives on with right results."""
+"""Bad input on every backend raises the error that the semantics name, and later calls give right results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPEC = CollectionSpec(
     [
         FeatureSpec("pooled", "small"),
         FeatureSpec("best", "large", "max"),
-        FeatureSpec("beside", "large", "concat", hotness=2),
+        FeatureSpec("concat", "large", "concat", hotness=2),
         FeatureSpec("rows", "small", "none"),
     ],
 )
@@ -45,7 +45,7 @@ BAD_OFFSETS = [
     ([0, 2**31 - 1, 0, 3, 5, 5, 7, 8, 9], r"offsets\[1\] is 2147483647 and offsets\[2\] is 0"),
     ([0, 1, 3, 3, 5, 5, 7, 8, 10], r"values has 9 ids, offsets end at 10"),
     ([0, 1, 3, 3, 5, 5, 7, 8, 8], r"values has 9 ids, offsets end at 8"),
-    ([0, 1, 3, 3, 4, 4, 7, 8, 9], r"feature 'beside': the bag of sample 1 has 3 ids.*hotness=2"),
+    ([0, 1, 3, 3, 4, 4, 7, 8, 9], r"feature 'concat': the bag of sample 1 has 3 ids.*hotness=2"),
     ([0, 1, 3, 3, 5, 5, 7, 8], r"offsets: length 8 does not fit 4 features"),
 ]
 
@@ -53,7 +53,7 @@ BAD_IDS = [
     (0, 10, r"feature 'pooled': id 10 of sample 0, position 0.*table 'small'.*10 rows"),
     (2, -1, r"feature 'pooled': id -1 of sample 1, position 1"),
     (4, 1000, r"feature 'best': id 1000 of sample 1, position 1.*table 'large'.*1000 rows"),
-    (6, -(2**31), r"feature 'beside': id -2147483648 of sample 1, position 1"),
+    (6, -(2**31), r"feature 'concat': id -2147483648 of sample 1, position 1"),
     (7, 2**31 - 1, r"feature 'rows': id 2147483647 of sample 0, position 0"),
 ]
 
@@ -107,7 +107,7 @@ def test_an_absent_id_of_every_pooling_is_zero(modules: Modules, backend: str) -
 
 @every_backend
 def test_a_bad_id_deep_in_a_long_bag_is_named(modules: Modules, backend: str) -> None:
-    """Found by whichever thread meets it, and named exactly."""
+    """Some thread finds it, and the error names it exactly."""
     values = [3] * 200_000 + [1, 400, 500, 600, 700, 8, 9]
     values[123_456] = 10
     offsets = [0, 200_000, 200_001, 200_001, 200_003, 200_003, 200_005, 200_006, 200_007]

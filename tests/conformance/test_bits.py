@@ -29,7 +29,7 @@ from embforge.verify.lookups import first_difference, torch_threads
 from embforge.verify.probes import Probe, Result, run
 
 THREADS = {"reference": (1,), "cpu": (1, 2, 5), "simt": (1, 1), "cuda": (1,)}
-"""How often a batch is run, and with how many threads. On simt each run has another schedule."""
+"""How many threads each run of a batch has. On simt each run has a different schedule."""
 
 
 def kernel(spec: CollectionSpec, backend: str, id_dtype: str, variant: int = 0) -> Kernel:

@@ -50,7 +50,7 @@ def test_the_operator_passes_opcheck(backend: Any, weighted: bool) -> None:
 @every_backend
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_a_lookup_compiles_without_graph_breaks(backend: Any, compiler: str) -> None:
-    """No graph break, right for batches of other sizes, and errors come through."""
+    """A compiled lookup is right for batches of other sizes, and raises errors."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -90,7 +90,7 @@ def test_a_compiled_module_sees_changed_rows() -> None:
 
 
 def test_compiled_sequence_features_are_right() -> None:
-    """Their sizes depend on the numbers in offsets, so the graph may break; the result may not."""
+    """Their sizes depend on the numbers in offsets, so that the graph may break, but the result must be right."""
     module = EmbeddingCollection(WITH_ROWS, backend="cpu")
     compiled = torch.compile(module.forward_dict, backend="eager")
     for size in (6, 3):

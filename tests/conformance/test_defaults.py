@@ -1,4 +1,4 @@
-"""The default dtype and the default device are the user's: what is computed does not depend on them."""
+"""The default dtype and the default device belong to the user: results do not depend on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embforge.verify.cases import Case
 from embforge.verify.training_run import training_run
 
 STEPS = 10
-"""Every case of a training run once."""
+"""The cases of training; each test runs every case once."""
 
 
 @contextmanager

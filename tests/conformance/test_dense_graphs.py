@@ -1,4 +1,4 @@
-"""Dense gradients inside of what changes a graph: torch.compile, the profiler, meta tensors, torch's own checks."""
+"""Dense gradients where torch changes or checks graphs: torch.compile, the profiler, meta tensors, opcheck."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def same_gradients(one: EmbeddingCollection, other: EmbeddingCollection) -> bool
 
 
 def towers(one: EmbeddingCollection, other: EmbeddingCollection, *batch: Any) -> Tensor:
-    """A module on the same ids twice, and another; products and sums alone, which no compiler rounds otherwise."""
+    """Looks up the same ids twice in one module and once in another. Only products and sums, which compilers do not
+    round differently."""
     return one(*batch) * 3 + one(*batch) * 0.5 + other(*batch)
 
 
@@ -73,7 +74,7 @@ def test_frozen_tables_are_not_trained_in_a_graph() -> None:
 
 
 def test_rows_may_change_before_the_backward() -> None:
-    """As with nn.EmbeddingBag: gradients of rows need no rows, those of per-sample weights do."""
+    """As with nn.EmbeddingBag, gradients of rows need no rows; those of per-sample weights do."""
     compiled = torch.compile(module := dense(), backend="aot_eager", fullgraph=True)
     values, offsets, weights = draw()
     results = compiled(values, offsets, weights), compiled(values, offsets, weights.requires_grad_())
@@ -154,7 +155,7 @@ def test_the_operators_of_every_backend_pass_opcheck(backend: Any) -> None:
 
 
 def _check(module: EmbeddingCollection, backend: Any, weighted: bool, checks: tuple[str, ...] = CHECKS) -> None:
-    """Both operators, of a spec with all kinds of results."""
+    """Checks both operators with a spec that has all kinds of results."""
     values, offsets, weights = draw(backend, spec=module.spec)
     weights = weights if weighted else None
     programs: Programs = module.programs[torch.int64]

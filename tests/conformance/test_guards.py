@@ -1,4 +1,4 @@
-"""What stands between a user's liberties and a kernel that trusts its layout."""
+"""Checks before a kernel runs, because kernels trust the layout of tables, which users can replace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_table_of_another_layout_is_refused(other: Tensor) -> None:
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("backend", ["cpu", "simt"])
 def test_fewer_rows_at_the_same_address_are_noticed(backend: Any, trains: bool) -> None:
-    """Whatever the call before has left for the next: lookups alone and those that train keep different things."""
+    """What one call keeps for the next does not hide it: lookups and training calls keep different things."""
     module = collection(SPEC, backend)
     with torch.set_grad_enabled(trains):
         call(module)
@@ -116,7 +116,7 @@ def test_big_fp8_tables_do_not_start_as_zeros(dtype: Any) -> None:
 @pytest.mark.parametrize("extra", [0, 3000])
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 40])
 def test_cut_bags_give_the_same_bits(threads: int, extra: int) -> None:
-    """More threads than torch has cores for still cut the work: two bags that no equal split leaves whole."""
+    """More threads than there are cores still split the work: two bags, of which an equal split cuts one or both."""
     spec = CollectionSpec([TableSpec("t", 50, 3)], [FeatureSpec("f", "t"), FeatureSpec("g", "t", "mean")], name="cuts")
     module, truth = EmbeddingCollection(spec), EmbeddingCollection(spec, backend="reference")
     truth.load_state_dict(module.state_dict())

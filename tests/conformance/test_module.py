@@ -109,7 +109,7 @@ def test_a_deepcopy_shares_no_memory(backend: Any) -> None:
 
 @every_backend
 def test_a_pickled_module_gives_the_same_results(backend: Any) -> None:
-    """Without fp8, which torch (2.13) pickles but cannot read back by pickle alone; torch.save can."""
+    """The spec has no fp8, which torch (2.13) pickles but cannot read back by pickle alone; torch.save can."""
     spec = CollectionSpec(POOLED.tables[:2], POOLED.features[:2])
     module = collection(spec, backend)
     module(*batch(module))

@@ -1,4 +1,4 @@
-"""Tensors that torch negates lazily (`Tensor.is_neg`): whoever reads their memory by pointer reads other numbers."""
+"""Tensors that torch negates lazily (`Tensor.is_neg`): code that reads their memory by pointer reads other numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from embforge import functional
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """The same numbers, held as their negatives."""
+    """A tensor of the same numbers whose memory holds their negatives."""
     return torch._neg_view(-tensor.detach())
 
 
 def imaginary(tensor: Tensor) -> Tensor:
-    """The same as users come by it."""
+    """A negated tensor as users get one: the imaginary part of a conjugate."""
     return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
 
 
@@ -75,7 +75,7 @@ def test_functions_read_negated_tensors_right() -> None:
 
 
 def test_a_table_that_is_negated_or_has_other_rows_is_refused() -> None:
-    """One of other rows as well: its ids would be checked against rows that are not there, or no longer there."""
+    """If a table of other rows were allowed, ids would be checked against rows that do not exist."""
     module = trained("cpu", spec=ONE, optimizer=None)
     batch = torch.arange(9), torch.tensor([0, 4, 9])
     rows = module.weight("t")

@@ -1,4 +1,4 @@
-"""Every backend's stages between ranks give the reference's bits; only merged ids may stand in another order."""
+"""Every backend's stages between ranks give the reference's bits; only merged ids may have a different order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ every_format = pytest.mark.parametrize("formats", [USUAL, NARROW], ids=["usual",
 
 
 def bucketed(backend: str, case: Case, formats: Sequence[str]) -> Bucketed:
-    """The case, counted, and filled if nothing is wrong with it."""
+    """The case after `count`, and after `fill` if it has no mistake."""
     stages, result = loaded(backend, formats), made.bucketed(case, formats, device_of(backend))
     made.count(stages, result)
     result.counted = result.slots.cpu().clone()
@@ -50,7 +50,7 @@ def bucketed(backend: str, case: Case, formats: Sequence[str]) -> Bucketed:
 
 
 def same_words(want: Bucketed, have: Bucketed, formats: Sequence[str]) -> None:
-    """What is sent: ids of merged streams in any order, all else to the word."""
+    """Compares what is sent: ids of merged streams in any order, everything else word by word."""
     for stream in want.sequence if want.case.merge else ():
         assert sorted(made.sent_ids(want, stream, formats)) == sorted(made.sent_ids(have, stream, formats))
         for one in (want, have):
@@ -125,7 +125,7 @@ def test_many_samples(backend: str) -> None:
 
 @every_backend
 def test_pools_of_many_samples(backend: str) -> None:
-    """Bags of one id, of which many are equal, beside empty and longer ones; of one shard and of several."""
+    """Bags of one id, many of which are equal, and also empty and longer bags; with one shard and with several."""
     features = (Feature(40, "sum", (Split(1), Split(5))), Feature(300, "max", (Split(2, 150),), padding=3))
     lengths = (tuple((0, 1, 1, 1, 2)[i % 5] for i in range(1200)), (1,) * 1200)
     case = Case(features, lengths, bad=0.05, asks=True)
@@ -224,14 +224,14 @@ def test_the_first_mistake_in_offsets_is_reported(backend: str, offsets: list[in
 
 
 def run(backend: str, formats: Sequence[str], stage: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A stage on copies of its arguments, which are returned."""
+    """Runs a stage on copies of its arguments and returns the copies."""
     own = {k: v.clone().to(device_of(backend)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
     loaded(backend, formats).run(stage, **own)
     return own
 
 
 def check(backend: str, formats: Sequence[str], stage: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Compares all tensors behind a stage, results and what it must not have changed; returns the reference's."""
+    """Compares all tensors after a stage, both results and those that it must not change. Returns the reference's."""
     want, have = run("reference", formats, stage, arguments), run(backend, formats, stage, arguments)
     for name, value in want.items():
         if isinstance(value, Tensor):
@@ -253,7 +253,7 @@ lengths_of_segments = st.lists(st.integers(0, 5), max_size=40).map(tuple)
 def test_regroup_gives_the_references_bits(
     backend: str, formats: Sequence[str], shapes: list[tuple[bool, tuple[int, ...]]], weighted: bool, seed: int
 ) -> None:
-    # Ids of a sequence that nobody's samples could hold have no segment.
+    # A segment with ids must have samples.
     shapes = [(sequence, lengths) for sequence, lengths in shapes if lengths or not sequence]
     check(backend, formats, "regroup", made.segments(seed, shapes, weighted, formats))
 
@@ -318,7 +318,7 @@ def test_selections_of_nan_and_infinities_have_the_references_bits(backend: str)
 
 @every_backend
 def test_a_library_with_one_selection_gives_the_same_bits(backend: str) -> None:
-    """Checked with the last selection, because programs that select nothing have the first."""
+    """The last selection is checked, because programs that select nothing have the first."""
     *_, last = SELECTIONS
     arguments = made.network(3, 6, [Piece(5, last, 4), Piece(4, "sum", 2)], 0, USUAL)
     results = {"pooled": torch.zeros(6, 9), "winners": torch.zeros(6, 5, dtype=torch.int32)}

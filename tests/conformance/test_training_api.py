@@ -105,7 +105,7 @@ def test_accumulated_gradients_are_those_of_one_batch(backend: Any) -> None:
 
 
 def test_one_pass_and_a_step_is_an_update() -> None:
-    """Bit by bit: a row's gradient is summed once, whenever it is used."""
+    """The bits are equal: a row's gradient is summed once, in a backward or in a step."""
     module, twin = trained(accumulate=True), trained()
     for seed in range(3):
         for each in (module, twin):
@@ -166,7 +166,7 @@ def test_the_clipped_norm_is_the_limit() -> None:
 @trained_backend
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_gradient_scaler_changes_no_bit(backend: Any, accumulate: bool) -> None:
-    """Beside a dense optimizer; its first scale is a power of two, and one step of four has infinite gradients."""
+    """There is a dense optimizer too. The first scale is a power of two; one step of four has infinite gradients."""
     device = device_of(backend)
     module, twin = trained(backend, accumulate=accumulate), trained(backend, accumulate=accumulate)
     dense = nn.Linear(34, 1, device=device)
@@ -201,7 +201,7 @@ def test_a_gradient_scaler_changes_no_bit(backend: Any, accumulate: bool) -> Non
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_scaler_recovers_from_one_overflow(accumulate: bool) -> None:
-    """In a loop that forgets no verdict itself, and with a module that is frozen for a while."""
+    """In a loop without `zero_grad`, and with a module that is frozen for a while."""
     module = trained(accumulate=accumulate)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     module.use_grad_scaler(scaler)
@@ -219,7 +219,7 @@ def test_a_scaler_recovers_from_one_overflow(accumulate: bool) -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_every_incoming_gradient_counts(accumulate: bool) -> None:
-    """Also that of a frozen table's columns: the scaler sees what it would see of torch's own."""
+    """Gradients of a frozen table's columns count too: the scaler sees what it would see of torch's modules."""
     module = trained(accumulate=accumulate)
     module.freeze("b")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -242,7 +242,7 @@ def test_every_incoming_gradient_counts(accumulate: bool) -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_incoming_gradients_of_rows_one_by_one_count(accumulate: bool) -> None:
-    """They count for a frozen table too, although they are not added up there."""
+    """They also count for a frozen table, although they are not added there."""
     module = trained(spec=WITH_ROWS, accumulate=accumulate)
     module.freeze("a")
     module.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=2.0))
@@ -270,7 +270,7 @@ def test_clipping_forgets_no_pass_that_was_not_finite() -> None:
 
 
 def test_clipping_under_a_scaler() -> None:
-    """`unscale_` as usual; norms are those of the loss that was not multiplied."""
+    """With `unscale_` as usual, norms are those of the unscaled loss."""
     module, twin = trained(accumulate=True, **sgd()), trained(accumulate=True, **sgd())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     module.use_grad_scaler(scaler)
@@ -324,7 +324,7 @@ def test_explain_names_all_that_training_runs(accumulate: bool) -> None:
 
 
 def test_the_manual_runs() -> None:
-    """All its code in order, as one program; on the reference, which needs no compiler."""
+    """All code of the page runs in order as one program, on the reference, which needs no compiler."""
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) >= 8
@@ -334,7 +334,7 @@ def test_the_manual_runs() -> None:
 
 @pytest.mark.parametrize("way", ["eager", "accumulate", "compiled", "profiled"])
 def test_the_loss_scale_is_that_of_the_backward(way: str) -> None:
-    """A batch may be looked up before `scaler.update()` of the one before it, as loops do that prefetch."""
+    """A batch may be looked up before `scaler.update()` of the previous batch, as in loops that prefetch."""
     options: Any = {"optimizer": optim.SGD(lr=0.5), "accumulate": way == "accumulate"}
     module, twin = trained(spec=ONE, **options), trained(spec=ONE, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
@@ -364,13 +364,13 @@ SCALED: dict[str, Callable[[torch.amp.GradScaler, Tensor], Tensor]] = {
     "vector": lambda scaler, out: scaler.scale(out).sum(),
     "one of several": lambda scaler, out: scaler.scale([out.sum(), out.mean()])[1],
 }
-"""What people call `backward()` on."""
+"""The tensors on which users call `backward()`."""
 
 
 @pytest.mark.parametrize("way", ["eager", "accumulate", "compiled"])
 @pytest.mark.parametrize("form", SCALED)
 def test_a_scaler_that_the_module_does_not_know_is_refused(form: str, way: str) -> None:
-    """In every backward pass, before a row has moved."""
+    """Every backward pass is refused before a row changes."""
     module = trained(spec=ONE, accumulate=way == "accumulate")
     called: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if way == "compiled" else module
     ids, scaler = (torch.arange(9), torch.tensor([0, 4, 9])), torch.amp.GradScaler("cpu")

@@ -1,4 +1,4 @@
-"""What is asked of a model around a module, by ways of torch that walk parameters: fused tables are none."""
+"""Methods of a model that visit all parameters, although fused tables of a module within it are no parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_requires_grad_of_a_model_reaches_its_tables(way: str, freeze: str) -> N
 
 
 def test_listing_parameters_freezes_nothing() -> None:
-    """Optimizers and wrappers do it all the time, also within a function of the same name."""
+    """Optimizers and wrappers list parameters often, also within a function called `requires_grad_`."""
     module = trained(spec=ONE)
     model = Model(module)
 

@@ -64,7 +64,7 @@ def test_without_gradients_nothing_is_recorded(backend: Any, mode: Any) -> None:
 
 
 def test_eval_does_not_freeze() -> None:
-    """As in torch: `eval()` is for layers that behave otherwise in training; `no_grad` and `freeze` stop updates."""
+    """As in torch: `eval()` is for layers that behave differently in training; `no_grad` and `freeze` stop updates."""
     module = trained().eval()
     module(*draw()).sum().backward()
     assert steps(module) == 1
@@ -73,7 +73,7 @@ def test_eval_does_not_freeze() -> None:
 def _dense_gradients(
     spec: CollectionSpec, tables: list[Tensor], batch: Any, loss: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """What autograd makes of the lookup in fp64: the gradients of tables, then of weights."""
+    """The gradients of autograd for the lookup in fp64: those of tables, then those of weights."""
     leaves = [table.detach().to(F64).requires_grad_() for table in tables]
     weights = batch[2].detach().to(F64).requires_grad_()
     found = loss(*lookup(spec, batch[0], batch[1], weights, leaves, bounds_check="error", accumulate_dtype=F64))
@@ -110,7 +110,7 @@ def test_gradients_through_forward_dict_are_right(kind: str) -> None:
 
 @trained_backend
 def test_autocast_changes_no_update(backend: Any) -> None:
-    """The output stays what the spec says; gradients of a narrower model arrive in its dtype."""
+    """The output has the spec's dtype; gradients of a narrower model are converted to it."""
     module, twin = trained(backend), trained(backend)
     device = device_of(backend)
     model = nn.Linear(34, 3).to(device)
@@ -160,7 +160,7 @@ def test_double_backward_is_refused(more: dict[str, Any]) -> None:
 
 
 def test_only_the_wanted_gradients_are_computed() -> None:
-    """A backward that asks for other leaves does not reach the tables; one that asks for the anchor updates them."""
+    """A backward for other leaves does not reach the tables; one for the grad anchor updates them."""
     module, scale = trained(), torch.ones(1, requires_grad=True)
     loss = (module(*draw()) * scale).sum()
     with nothing_changes(module):
@@ -173,7 +173,7 @@ def test_only_the_wanted_gradients_are_computed() -> None:
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_query_for_gradients_of_weights_updates_nothing(accumulate: bool, compiler: str | None) -> None:
-    """It runs the lookup's node, but does not ask for the rows."""
+    """The query runs the lookup's node of the graph, but does not ask for gradients of rows."""
     module = trained(accumulate=accumulate)
     values, offsets, weights = draw()
     weights.requires_grad_()
@@ -237,7 +237,7 @@ KINDS = [(name, w) for name, pooling in POOLINGS.items() for w in (False, True) 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("pooling", "weighted"), KINDS)
 def test_formulas_are_those_of_autograd(pooling: str, weighted: bool, padded: bool) -> None:
-    """Every pooling beside a sum over the same table, so that gradients of a row come from two features."""
+    """Every pooling together with a sum over the same table, so that gradients of a row come from two features."""
     more: dict[str, Any] = {"hotness": 9} if pooling == "concat" else {}
     padding = 3 if padded else None
     first = FeatureSpec("f", "t", pooling, weighted=weighted, padding_idx=padding, **more)  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ def test_formulas_are_those_of_autograd(pooling: str, weighted: bool, padded: bo
 def _of_padding(
     values: Tensor, offsets: Tensor, weights: Tensor | None, of_pooled: Tensor, of_rows: Tensor | None, pooling: str
 ) -> Tensor:
-    """What autograd gives to row 3 through the first feature, an id at a time."""
+    """The gradients that autograd gives to row 3 through the first feature, one per id."""
     result = torch.zeros(9, 5, dtype=F64)
     for sample in range(7):
         for slot, position in enumerate(range(int(offsets[sample]), int(offsets[sample + 1]))):
@@ -285,7 +285,7 @@ def _of_padding(
 @trained_backend
 @pytest.mark.parametrize("pooling", SELECTIONS)
 def test_selections_are_those_of_torch(backend: Any, pooling: Any) -> None:
-    """Results, and rows after a step, beside torch.segment_reduce, on rows without equal numbers."""
+    """Results, and rows after a step, equal those of torch.segment_reduce, for rows without equal numbers."""
     feature = FeatureSpec("f", "t", pooling, padding_idx=2)
     module = trained(backend, CollectionSpec([TableSpec("t", 30, 7)], [feature]), optimizer=optim.SGD(lr=0.5))
     before = module.weight("t").cpu().double().requires_grad_()
@@ -332,7 +332,7 @@ TORCH: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer], bool]] = {
     ),
     "rmsprop": (optim.RMSProp(), lambda p: torch.optim.RMSprop(p), False),
 }
-"""Ours, torch's, and whether torch's leaves rows alone that do not occur, as ours do."""
+"""Our optimizer, torch's, and whether torch's does not change rows that do not occur, as ours never does."""
 
 
 RULES = [(rule, mode) for rule in TORCH for mode in ("sum", "mean", "max", "weighted")]

@@ -54,11 +54,11 @@ TABLES = [
     TableSpec(f"t{i}", rows, dim, dtype)  # type: ignore[arg-type]
     for i, (dtype, (rows, dim)) in enumerate(zip(TABLE_DTYPES, SHAPES, strict=False))
 ]
-"""One of every format."""
+"""One table of every format."""
 
 
 def spec_of(turn: int) -> CollectionSpec:
-    """All kinds of features over tables of all dtypes, several to a table; every turn matches them otherwise."""
+    """All kinds of features over tables of all dtypes, several per table. Every turn combines them differently."""
     features = []
     for number, (pooling, weighted) in enumerate(KINDS):
         table = TABLES[(number // 2 + number % 2 * len(OUTPUTS) + turn) % len(TABLES)]
@@ -76,12 +76,12 @@ SMALL = CollectionSpec(
     [FeatureSpec(f"f{i}", table.name, weighted=i == 0) for i, table in enumerate(TABLES)],
     name="small",
 )
-"""A row of every format to update, each by one feature."""
+"""One table of every format, each with one feature."""
 INT64_CASES = tuple(replace(case, id_dtype="int64") for case in CASES)
 
 
 def cells(whole: Iterable[str]) -> Iterable[tuple[str, str, bool, str]]:
-    """Every rule x pooling x weighted x dtype that some run has, where these rules train every kind of feature."""
+    """The combinations of rule, pooling, weighted and dtype in all runs, if rules in `whole` train all features."""
     for rule, turn in TURNS.items():
         spec = spec_of(turn) if rule in whole else SMALL
         for feature in spec.features:
@@ -102,7 +102,7 @@ def test_runs_cover_all_pairs(whole: Any) -> None:
 
 
 def run(rule: str, steps: int, backend: str, *, small: bool = False, threads: int = 1) -> TrainingResult:
-    """Ids are of both types in runs of one of the whole rules, and in the long ones of the soak."""
+    """The type of ids varies in runs of one of the whole rules, and in the long runs of the soak."""
     both_types = rule == "rowwise_adagrad" or (steps == STEPS and not small)
     spec = SMALL if small else spec_of(TURNS[rule])
     drawn = CASES if both_types else INT64_CASES
@@ -117,7 +117,7 @@ def assert_same_bits(got: TrainingResult, want: TrainingResult) -> None:
 
 
 def test_bits_tell_zeros_of_different_sign_but_not_nans() -> None:
-    """Which of its bit patterns a NaN has is not defined."""
+    """It is not defined which bit pattern a NaN has."""
     for dtype, nans in ((torch.int32, (0x7FC00000, 0x7F800001, -1)), (torch.int16, (0x7FC0, 0x7F81, -1))):
         floats = torch.float32 if dtype == torch.int32 else torch.bfloat16
         first, *others = (bits_of(torch.tensor([bits, 1], dtype=dtype).view(floats)) for bits in nans)
@@ -130,7 +130,7 @@ def test_bits_tell_zeros_of_different_sign_but_not_nans() -> None:
 
 
 def test_weights_of_features_without_any_have_zero_gradients() -> None:
-    """No kernel is generated, or looked for, to find that out."""
+    """No kernel is generated or looked up for that."""
     spec = CollectionSpec([TableSpec("t", 4, 2)], [FeatureSpec("f", "t")])
     assert "weight_gradient" not in training_plans(spec, "cuda", "sm_90", "int64", CudaParams())
     module = ef.EmbeddingCollection(spec, backend="reference", optimizer=ef.optim.SGD(0.1))

@@ -44,7 +44,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
     "the rest in a section": {"*": ROWWISE, "a": ADAM},
 }
 SAME: dict[Any, Any] = {"a": ADAM, "b": optim.Adam(lr=0.1)}
-"""What `trained()` has for all tables."""
+"""The optimizer that `trained()` has for all tables."""
 
 
 def group_of(module: EmbeddingCollection, place: int) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_every_table_is_trained_by_its_own_rule(backend: Any, mapping: str) -> N
 
 
 def test_separate_collections_have_the_same_rows() -> None:
-    """Rounded to nearest: stochastic rounding is keyed by a table's number, which in a collection of its own is 0."""
+    """They round to nearest: stochastic rounding depends on a table's number, which is 0 in a separate collection."""
     rules = {"a": optim.Adam(lr=0.1), "b": optim.RowwiseAdagrad(lr=0.3, rounding="nearest")}
     module = trained(optimizer=rules)
     alone = {}
@@ -125,7 +125,7 @@ def test_one_entry_for_several_tables_is_the_plain_module() -> None:
 
 @trained_backend
 def test_frozen_tables_are_not_trained(backend: Any) -> None:
-    """One group, or one table of it: the step counts the updates of the module."""
+    """One group is frozen, or one table of it. The step counts the updates of the module."""
     module, twin = trained(backend, optimizer=SAME), trained(backend)
     for frozen in (("a",), ("b",), ()):
         for each in (module, twin):
@@ -194,7 +194,7 @@ def test_a_misspelt_table_is_guessed() -> None:
 @every_backend
 @pytest.mark.parametrize("feature", range(3))
 def test_a_bad_id_in_one_table_changes_nothing_in_any(backend: Any, feature: int) -> None:
-    """On a GPU the error is known later; then too no rule has acted on the batch, and the next call is whole."""
+    """On a GPU the error is known later. Even then no rule has used the batch, and the next call is right."""
     module = trained(backend, optimizer=MAPPINGS["the rest in padding"])
     train(module, backend, [0])
     values, offsets, weights = draw(backend)
@@ -207,7 +207,7 @@ def test_a_bad_id_in_one_table_changes_nothing_in_any(backend: Any, feature: int
 
 
 def test_a_lack_of_memory_changes_nothing_in_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it comes with the second kernel's."""
+    """Also if the lack is found by the second kernel."""
     module = trained("cpu", optimizer=MAPPINGS["the rest in padding"])
     module(*draw("cpu")).sum()
     larger, block, given = draw("cpu", size=400), cpu_backward._block, []
@@ -437,7 +437,7 @@ def test_the_operators_check_their_arguments(backend: Any, monkeypatch: pytest.M
         module.forward_dict(*draw(backend, spec=WITH_ROWS))["x"].sum().backward()
 
 
-# ---- About itself -------------------------------------------------------------------------------------
+# ---- How a module is printed --------------------------------------------------------------------------
 
 
 def test_a_printed_module_names_its_optimizers() -> None:

@@ -18,7 +18,7 @@ reentrant = pytest.mark.parametrize("reentrant", [True, False])
 
 
 def segment(module: EmbeddingCollection, batch: Any, scale: Tensor, reentrant: bool | None) -> Tensor:
-    """A part of a model whose forward is repeated in the backward; None: it is not."""
+    """A part of a model whose forward is repeated in the backward, or not if `reentrant` is None."""
 
     def run(scale: Tensor) -> Tensor:
         return (module(*batch) * scale).pow(2)
@@ -64,7 +64,7 @@ def test_two_checkpointed_calls_that_accumulate_are_right(reentrant: bool) -> No
 
 @reentrant
 def test_a_checkpointed_call_that_waits_for_its_backward_too_long(reentrant: bool) -> None:
-    """Rows change by another backward pass, and a forward that has nothing to do with it sees them."""
+    """Another backward pass changes rows, and an unrelated forward reads them."""
     module, scale = trained(), torch.ones(1, requires_grad=True)
     batch, other = draw(), draw(seed=1)
     waiting = segment(module, batch, scale, reentrant)
@@ -83,7 +83,7 @@ def test_a_checkpointed_call_that_waits_for_its_backward_too_long(reentrant: boo
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_repeated_forward_is_known_by_its_time(reentrant: bool, between: str, inside: bool, first: bool) -> None:
-    """Not by its ids, which others use too or which the checkpointed function makes."""
+    """It is not recognised by its ids: other calls may use the same, and the checkpointed function may make them."""
     module, scale = trained(spec=ONE), torch.ones(1, requires_grad=True)
     values, offsets = torch.arange(9), torch.tensor([0, 4, 9])
     before = module(values, offsets).sum()
@@ -105,7 +105,8 @@ def test_a_repeated_forward_is_known_by_its_time(reentrant: bool, between: str, 
 
 @reentrant
 def test_checkpoints_step_after_step(reentrant: bool) -> None:
-    """With reads in between, the dense part first, and a checkpoint in a checkpoint; a kept graph is refused."""
+    """Also with reads in between, with the dense part first, and with a checkpoint in a checkpoint. A retained graph is
+    refused."""
     module, scale = trained(), torch.ones(1, requires_grad=True)
     for step in range(3):
         with torch.no_grad():
@@ -131,7 +132,7 @@ def test_a_checkpoint_in_a_checkpoint_that_waits_too_long(reentrant: bool) -> No
 
 @reentrant
 def test_checkpoints_where_several_threads_call(reentrant: bool) -> None:
-    """Autograd's clocks of two threads say nothing of each other: refused, once rows have changed."""
+    """Autograd's sequence numbers of two threads cannot be compared, so that it is refused once rows have changed."""
     module, scale = trained(), torch.ones(1, requires_grad=True)
     other = Thread(target=lambda: module(*draw()))
     other.start()
@@ -157,7 +158,7 @@ def test_reads_in_a_backward_pass_are_no_repeated_forward() -> None:
 
 
 def test_checkpoints_in_compiled_graphs() -> None:
-    """In one graph the order is known, and rows are read before they change; between two graphs it is refused."""
+    """In one graph the order is known, and rows are read before they change. Between two graphs it is refused."""
     torch.compiler.reset()
 
     def both(module: EmbeddingCollection, batch: Any, scale: Tensor, reentrant: bool | None) -> Tensor:
@@ -179,7 +180,7 @@ def test_checkpoints_in_compiled_graphs() -> None:
 
 @reentrant
 def test_a_checkpoint_around_a_compiled_module(reentrant: bool) -> None:
-    """One call is right, step after step; one that would read updated rows is refused, as without a compiler."""
+    """One call per step is right. A call that would read updated rows is refused, as without a compiler."""
     torch.compiler.reset()
     module, twin = trained(), trained()
     compiled: Any = torch.compile(module, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""Tables without a fused optimizer whose gradients are dense: for all that takes no sparse ones."""
+"""Tables without a fused optimizer whose gradients are dense, for optimizers and wrappers that take no sparse ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 
 PADDED = CollectionSpec([TableSpec("t", 9, 15)], [FeatureSpec("f", "t")])
-"""Rows of 15 numbers lie 16 apart."""
+"""Rows have 15 numbers and start 16 numbers apart."""
 BATCH = torch.tensor([1, 4, 4, 7, 0, 1]), torch.tensor([0, 2, 5, 5, 6])
 
 
 def backward(module: EmbeddingCollection, batch: Any) -> Tensor | None:
-    """One backward pass with different numbers for all results; the gradient of the weights."""
+    """Runs one backward pass with different numbers for all results, and returns the gradient of the weights."""
     values, offsets, weights = batch
     weights = None if weights is None else weights.nan_to_num(1.0, 1.0, 1.0).clone().requires_grad_()
     results = [result for result in module.forward_dict(values, offsets, weights).values() if result.requires_grad]
@@ -31,7 +31,7 @@ def backward(module: EmbeddingCollection, batch: Any) -> Tensor | None:
 
 
 def assert_dense_twins(sparse: EmbeddingCollection, dense: EmbeddingCollection) -> None:
-    """The gradients of `dense` are those of `sparse` bit by bit, and lie as parameters' gradients do."""
+    """Asserts that the gradients of `dense` have the bits of those of `sparse`, and the strides of their parameters."""
     for name, parameter in dense.named_parameters():
         ours, theirs = parameter.grad, sparse.get_parameter(name).grad
         assert (ours is None) == (theirs is None) == (parameter.dtype.itemsize == 1)
@@ -73,7 +73,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def twins() -> tuple[EmbeddingCollection, nn.EmbeddingBag]:
-    """The same table as ours, with gaps between rows, and as torch's."""
+    """The same table in our module, with gaps between rows, and in torch's."""
     module, bag = trained(spec=PADDED, optimizer=None, sparse=False), nn.EmbeddingBag(9, 15, include_last_offset=True)
     bag.mode = "sum"
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_optimizers_and_clipping_work_as_with_torchs_own_table(name: str) -> Non
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_torchs_fused_kernels_are_kept_from_rows_with_gaps(copied: bool) -> None:
-    """They would take the memory for contiguous and train other rows, silently."""
+    """These kernels would assume contiguous memory and silently train other rows."""
     module = deepcopy(twins()[0]) if copied else twins()[0]
     module(*BATCH).sum().backward()
     before = module.weight("t").detach().clone()

@@ -1,4 +1,4 @@
-"""What training refuses, what it leaves as it was when something fails, and threads."""
+"""Calls that training refuses, what a failed call leaves unchanged, and threads."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
 
 
 def _last(values: Tensor) -> Tensor:
-    """A batch whose last id, in the last feature that a kernel comes to, is no row."""
+    """A batch whose last id, in the last feature that a kernel handles, is no row."""
     values = values.clone()
     values[-1] = 60
     return values
@@ -106,7 +106,7 @@ def test_a_bad_id_changes_nothing(backend: Any, accumulate: bool) -> None:
 @pytest.mark.parametrize("part", ["apply_rule", "rounded", "canonical_reduce"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_lack_of_memory_changes_nothing(accumulate: bool, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the first table is through already."""
+    """Also if the first table has been handled already."""
     module = trained(accumulate=accumulate)
     real, calls = getattr(reference_backward, part), []
 
@@ -155,7 +155,7 @@ def test_two_modules_train_in_two_threads(backend: Any) -> None:
 
 @trained_backend
 def test_two_threads_with_one_module_lose_no_update(backend: Any) -> None:
-    """Gradients of whole numbers, whose sums are exact in any order."""
+    """Gradients are whole numbers, whose sums are exact in any order."""
     module = trained(backend, spec=SPEC, optimizer=optim.SGD(lr=1.0))
     with torch.no_grad():
         module.weight("a").zero_()
@@ -173,7 +173,7 @@ def test_two_threads_with_one_module_lose_no_update(backend: Any) -> None:
 
 
 def test_gradients_that_come_during_a_step_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward passes of another thread in the midst of `step()`, and of `clip_grad_norm_`."""
+    """Backward passes of another thread come during `step()`, and during `clip_grad_norm_`."""
     module = trained(spec=ONE, accumulate=True, optimizer=optim.SGD(lr=1.0))
     with torch.no_grad():
         module.weight("t").zero_()
@@ -200,7 +200,7 @@ def test_gradients_that_come_during_a_step_wait_for_the_next(monkeypatch: pytest
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("more", [{}, {"accumulate": True}, {"optimizer": None}])
 def test_offsets_that_numpy_has_changed_are_refused(backend: str, more: dict[str, Any]) -> None:
-    """numpy changes a tensor without its version: the backward compares what it reads with what it was given."""
+    """numpy changes a tensor but not its version, so the backward compares the offsets with the number of gradients."""
     module = trained(backend, WITH_ROWS, **more)
     values, offsets, weights = torch.arange(8), torch.arange(9), torch.ones(8)
     rows = module.forward_dict(values, offsets, weights)["s"]

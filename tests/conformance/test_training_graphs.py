@@ -1,4 +1,4 @@
-"""Training inside of what changes a graph: torch.compile, modes, torch's own checks of operators."""
+"""Training where torch changes or checks graphs: torch.compile, dispatch modes, opcheck."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _fresh_graphs() -> Iterator[None]:
 
 
 def towers(module: EmbeddingCollection, *batch: Any) -> Tensor:
-    """The same module on the same ids, twice; products and sums alone, which no compiler rounds otherwise."""
+    """Looks up the same ids twice in one module. Only products and sums, which compilers do not round differently."""
     return module(*batch) * 3 + module(*batch) * 0.5
 
 
@@ -46,7 +46,7 @@ def towers(module: EmbeddingCollection, *batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_two_towers_in_one_graph_are_two_updates(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Adam, whose one update by twice the gradient is another."""
+    """With Adam, for which one update by twice the gradient gives different rows."""
     module, twin = trained(), trained()
     compiled = torch.compile(towers, backend=compiler, fullgraph=True)
     for seed in range(2):
@@ -100,7 +100,7 @@ def test_gradients_of_weights_in_a_compiled_graph(compiler: str) -> None:
 
 
 def test_gradients_of_weights_in_compiled_towers_are_refused() -> None:
-    """As in eager code: in one graph when it is compiled, between two when the second backward runs."""
+    """As in eager code. In one graph they are refused at compilation, in two graphs when the second backward runs."""
     values, offsets, weights = draw()
     weights.requires_grad_()
     module = trained()
@@ -166,7 +166,7 @@ def test_a_gradient_scaler_in_a_compiled_graph() -> None:
 
 @pytest.mark.parametrize("more", [{"accumulate": True}, {"optimizer": None}], ids=str)
 def test_what_no_graph_holds_breaks_it(more: dict[str, Any]) -> None:
-    """Sparse gradients and those that wait: the call is left to Python, the rest is compiled."""
+    """Sparse gradients and accumulated ones: the call runs in Python, the rest is compiled."""
     module, twin = trained(**more), trained(**more)
 
     def model(module: EmbeddingCollection, *batch: Any) -> Tensor:
@@ -194,7 +194,7 @@ def test_a_profiled_step_trains_once() -> None:
 
 
 def test_states_in_padding_survive_a_graph() -> None:
-    """A graph that is not reinplaced copies tables: with their padding, where this rule's state of table `a` lies."""
+    """A graph that is not reinplaced copies tables with their padding, which holds this rule's state of table `a`."""
     more = {"optimizer": optim.RowwiseAdagrad(lr=0.1)}
     module, twin = trained(**more), trained(**more)
     compiled = torch.compile(towers, backend="aot_eager", fullgraph=True)
@@ -234,7 +234,7 @@ def _arguments(module: EmbeddingCollection, backend: Any, weighted: bool) -> tup
 @every_backend
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_training_operators_pass_opcheck(backend: Any, weighted: bool) -> None:
-    """Every operator of training, of a spec with all kinds of results."""
+    """Checks every operator of training with a spec that has all kinds of results."""
     module = trained(backend, WITH_ROWS)
     values, offsets, weights, tables, rows, programs = _arguments(module, backend, weighted)
     numbers, device = module.trainer.numbers, device_of(backend)

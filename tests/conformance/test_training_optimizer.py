@@ -1,4 +1,4 @@
-"""`module.optimizer` as a torch optimizer: its numbers, schedulers, its own state dict."""
+"""`module.optimizer` as a torch optimizer: its numbers, schedulers and state dict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEDULES: dict[str, Callable[[Any], torch.optim.lr_scheduler.LRScheduler]] = {
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedulers_change_the_rate_of_updates(name: str, tensor: bool) -> None:
-    """Rows are updated with what a scheduler makes of torch's own optimizer of that kind."""
+    """Rows are updated as by torch's optimizer of the same kind under the same scheduler."""
     rate = torch.tensor(0.1, dtype=torch.float64) if tensor else 0.1
     module = trained(spec=ONE, optimizer=optim.Momentum(lr=rate))
     bag = nn.EmbeddingBag(9, 5, mode="sum", include_last_offset=True)
@@ -60,7 +60,7 @@ def test_schedulers_change_the_rate_of_updates(name: str, tensor: bool) -> None:
 @pytest.mark.parametrize("optimizer", [optim.Adam(lr=0.1), optim.Momentum(lr=0.1)], ids=["Adam", "Momentum"])
 @pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
 def test_schedulers_change_momentum_too(optimizer: Any, name: str) -> None:
-    """As they are by default: they turn the momentum too, as of torch's own optimizer."""
+    """By default these schedulers also cycle the momentum, as they do for torch's optimizer."""
     module, bag = trained(spec=ONE, optimizer=optimizer), nn.Parameter(torch.zeros(1))
     adam = isinstance(optimizer, optim.Adam)
     theirs = torch.optim.Adam([bag], lr=0.1) if adam else torch.optim.SGD([bag], lr=0.1, momentum=0.9)
@@ -164,7 +164,7 @@ def test_the_optimizers_own_state_dict(rate: Any) -> None:
 
 
 def test_a_parameter_group_can_be_pickled() -> None:
-    """As a plain dict, with the anchor that it holds."""
+    """It is pickled as a plain dict, with the grad anchor that it holds."""
     optimizer = trained().optimizer
     assert optimizer is not None
     assert pickle.loads(pickle.dumps(optimizer.param_groups[0]))["lr"] == 0.1
@@ -172,7 +172,7 @@ def test_a_parameter_group_can_be_pickled() -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_module_is_freed_when_it_is_dropped(accumulate: bool) -> None:
-    """Not when the garbage collector comes by: tables may take most of a machine's memory."""
+    """It is freed at once and not by the garbage collector: tables may take most of a machine's memory."""
     module = trained(spec=ONE, accumulate=accumulate)
     optimizer = module.optimizer
     assert optimizer is not None

@@ -1,4 +1,4 @@
-"""Tables without a fused optimizer: sparse gradients, for those of torch.optim that take them."""
+"""Tables without a fused optimizer have sparse gradients, for the optimizers of torch.optim that take them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_gradients_of_two_passes_add_up_as_torchs_do() -> None:
         assert ours is not None and theirs is not None
         torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), rtol=2**-7, atol=1e-6)
         rows = ours._indices()[0].tolist()
-        assert len(rows) == len(set(rows)) or not ours.is_coalesced()  # a mark that lies would lose gradients
+        assert len(rows) == len(set(rows)) or not ours.is_coalesced()  # a wrong mark would lose gradients
 
 
 def test_the_mark_of_a_coalesced_gradient_is_not_left_behind() -> None:
     module = trained(spec=ONE, optimizer=None)
     module(torch.tensor([1]), torch.tensor([0, 1])).sum().backward()
     weight = module.weight("t")
-    assert not hasattr(weight, COALESCED_ADDRESS)  # an address, which another gradient may come to have
+    assert not hasattr(weight, COALESCED_ADDRESS)  # it is an address, which another gradient may get
     weight.grad = None
     nn.functional.embedding(torch.tensor([2, 2]), weight, sparse=True).sum().backward()
     assert weight.grad is not None and not weight.grad.is_coalesced()  # type: ignore[unreachable]

@@ -1,4 +1,4 @@
-"""What a trained module leaves and takes back: state dicts, copies, pickles, moves. Rows, states and counters alike."""
+"""State dicts, copies, pickles and moves of a trained module keep rows, states and counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.collection import EmbeddingCollection
 
 TAIL = {"optimizer": optim.RowwiseAdagrad(lr=0.1, initial_accumulator_value=0.5)}
-"""Its state lies in the padding of table `a`, whose 15 numbers take 16 places, and beside the rows of table `b`."""
+"""The state is in the padding of table `a`, whose rows of 15 numbers take 16, and outside of the rows of table `b`."""
 
 
 def test_keys_and_shapes() -> None:
@@ -40,7 +40,7 @@ def test_keys_and_shapes() -> None:
 
 
 def test_fused_tables_are_neither_parameters_nor_buffers() -> None:
-    """So that nobody broadcasts, averages or trains them a second time."""
+    """Wrappers and other optimizers must not broadcast, average or train them a second time."""
     module = trained()
     assert [*module.parameters(), *module.buffers()] == []
     assert not module.weight("a").requires_grad and not isinstance(module.weight("a"), nn.Parameter)
@@ -62,7 +62,7 @@ def _saved(module: EmbeddingCollection) -> EmbeddingCollection:
 
 
 def _other(module: EmbeddingCollection, **more: Any) -> EmbeddingCollection:
-    """Another module of the same kind, with rows of its own."""
+    """Another module of the same kind, with different rows."""
     torch.manual_seed(99)
     options = {"backend": module.backend, "device": module.device, "optimizer": module.trainer.groups} | more
     return EmbeddingCollection(module.spec, **options)
@@ -82,7 +82,7 @@ WAYS: dict[str, Callable[[EmbeddingCollection], EmbeddingCollection]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("more", [{}, TAIL], ids=["adam", "rowwise adagrad"])
 def test_loaded_modules_train_to_the_same_bits(more: dict[str, Any], way: str) -> None:
-    """With stochastic rounding, which depends on seed and step."""
+    """They round stochastically, which depends on seed and step."""
     module = trained(**more)
     for seed in range(2):
         module(*draw(seed=seed)).sum().backward()
@@ -155,7 +155,7 @@ def test_a_state_dict_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_part_of_a_model_is_loaded_as_a_part() -> None:
-    """Keys carry the module's name, also those of counters."""
+    """All keys start with the module's name, also those of counters."""
     model, other = nn.ModuleDict({"e": trained()}), nn.ModuleDict({"e": _other(trained())})
     model["e"](*draw()).sum().backward()
     assert {"e.optim.step", "e.tables.a.optim.v"} <= model.state_dict().keys()
@@ -175,7 +175,7 @@ def test_casts_leave_tables_and_states_alone(cast: str) -> None:
 
 
 def test_the_optimizer_follows_the_module() -> None:
-    """Schedulers hold the facade: after a move it must still be the one whose numbers kernels read."""
+    """Schedulers hold `module.optimizer`: after a move, kernels must still read the numbers of that object."""
     module = _other(trained(), device="meta", optimizer=optim.Adam(lr=torch.tensor(0.25)))
     optimizer = module.optimizer
     assert optimizer is not None
@@ -190,7 +190,7 @@ def test_the_optimizer_follows_the_module() -> None:
 
 
 def test_modules_on_meta_train_after_a_move() -> None:
-    """Told by torch's own default too. A seed is drawn where memory is."""
+    """The device may also be torch's default. A seed is drawn when the module gets memory."""
     with torch.device("meta"):
         module = EmbeddingCollection(SPEC, optimizer=optim.Adam(lr=0.25), backend="reference")
         here = EmbeddingCollection(SPEC, "cpu", optimizer=optim.Adam(lr=0.25), backend="reference")
@@ -270,7 +270,7 @@ def test_frozen_tables_stay_frozen_in_copies() -> None:
 
 @trained_backend
 def test_distributed_data_parallel_leaves_tables_alone(backend: Any, tmp_path: Path) -> None:
-    """It broadcasts parameters and buffers when it starts and averages gradients: those of the dense part."""
+    """It broadcasts parameters and buffers when it starts, and averages gradients, but only those of the dense part."""
     if not distributed.is_available():
         raise AssertionError("torch without distributed is not what the package is tested with")
     device = device_of(backend)
@@ -288,7 +288,7 @@ def test_distributed_data_parallel_leaves_tables_alone(backend: Any, tmp_path: P
 
 
 def test_batches_of_these_tests_have_ids_of_both_tables() -> None:
-    """Bags of both tables, so that no test passes because nothing was looked up."""
+    """Otherwise tests could pass because nothing was looked up."""
     _, offsets, _ = draw()
     assert all(int(offsets[6 * i + 6] - offsets[6 * i]) > 2 for i in range(len(SPEC.features)))
 
@@ -296,7 +296,7 @@ def test_batches_of_these_tests_have_ids_of_both_tables() -> None:
 @pytest.mark.parametrize("how", ["eager", "accumulate", "compiled"])
 @pytest.mark.parametrize("assign", [False, True])
 def test_rows_that_are_loaded_between_forward_and_backward_are_updated(assign: bool, how: str) -> None:
-    """Whether they were copied or assigned: the update is of the rows that the module has, not of some it had."""
+    """The update changes the rows that the module has now, whether they were copied or assigned, not those it had."""
     module, twin = (trained(spec=ONE, accumulate=how == "accumulate", optimizer=optim.SGD(lr=0.5)) for _ in range(2))
     called: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
     ids = torch.arange(9), torch.tensor([0, 4, 9])
@@ -322,7 +322,7 @@ def test_a_module_that_moves_between_forward_and_backward(how: str) -> None:
 
 
 def test_copies_divide_by_no_scale() -> None:
-    """They do not know the scaler of the module that they are copies of."""
+    """Copies do not have the scaler of the module that they were copied from."""
     module = trained(spec=ONE, optimizer=optim.SGD(lr=0.5))
     module.use_grad_scaler(torch.amp.GradScaler("cpu", init_scale=64.0))
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

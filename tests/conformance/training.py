@@ -1,4 +1,4 @@
-"""What the tests of training share: a small collection, its batches, and all that a backward may change."""
+"""Helpers for tests of training: a small collection, its batches, and all that a backward may change."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ trained_backend = pytest.mark.parametrize(
         pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")),
     ],
 )
-"""For what does not depend on a kernel: simt's images take seconds to build, and few tests need them."""
+"""For tests that do not depend on a kernel: simt's images take seconds to build, and few tests need them."""
 
 
 def trained(backend: Any = "reference", spec: CollectionSpec = SPEC, **more: Any) -> EmbeddingCollection:
-    """A module with Adam, unless told otherwise; all that are made alike begin alike."""
+    """A module that trains by Adam unless `more` says otherwise. Modules with equal arguments start with equal rows."""
     torch.manual_seed(7)
     return collection(spec, backend, **{"optimizer": optim.Adam(lr=0.1)} | more)
 
 
 def sgd() -> dict[str, Any]:
-    """What to make a module with whose updates are linear in the gradients."""
+    """Arguments of a module whose updates are linear in the gradients."""
     return {"optimizer": optim.SGD(lr=0.5, rounding="nearest")}
 
 
 def draw(backend: Any = "reference", seed: int = 0, spec: CollectionSpec = SPEC, size: int = 6) -> Any:
-    """Ids, offsets and weights."""
+    """Draws ids, offsets and weights."""
     return draw_batch(spec, Case(size), seed, device_of(backend))
 
 
@@ -56,7 +56,7 @@ def snapshot(module: EmbeddingCollection) -> dict[str, Tensor]:
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of what is not the same bit by bit."""
+    """The names of tensors whose bits differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(_bits(one[name]), _bits(other[name]))]
 
@@ -66,19 +66,19 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def steps(module: EmbeddingCollection) -> int:
-    """Updates done so far."""
+    """The number of updates so far."""
     return int(module.state_dict()["optim.step"])
 
 
 @contextmanager
 def nothing_changes(module: EmbeddingCollection) -> Iterator[None]:
-    """Rows, states and counters are as they were when the block ends, also by an exception that it expects."""
+    """Asserts that the block changes no rows, states and counters."""
     before = snapshot(module)
     yield
     assert differing(before, snapshot(module)) == []
 
 
 def verdict(module: EmbeddingCollection) -> float:
-    """What the backward passes said to a gradient scaler since `zero_grad()`."""
+    """The sum of what the backward passes reported to a gradient scaler since `zero_grad()`."""
     assert module.optimizer is not None
     return float(module.optimizer.param_groups[0]["params"][0].grad)

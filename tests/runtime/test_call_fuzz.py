@@ -1,5 +1,5 @@
-"""Random calls beside what they must equal: functions beside torch's, a batch in any form beside its flat one, and
-sharded training beside unsharded. Whatever torch's default dtype and default device are.
+"""Random calls, compared with what they must equal: functions with torch's, batches in any form with flat ones, and
+sharded training with unsharded, under any default dtype and default device of torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import normalise
 
 MINUTES = float(os.environ.get("EMBFORGE_FUZZ_MINUTES", "10")) / 3
-"""How long `make soak` runs each of the three."""
+"""Seconds for which `make soak` runs each of the three tests."""
 ROWS, DIM = 7, 8
-"""Of weights: a dim is a compilation."""
+"""Dims of weights: few, because each is a compilation."""
 FEATURES = ("a", "b", "c")
 SPEC = CollectionSpec(
     [ef.TableSpec("t", 50, 4)], [ef.FeatureSpec(name, "t", weighted=True, padding_idx=-1) for name in FEATURES]
@@ -61,12 +61,12 @@ def until_the_time_is_up(property_of: Callable[[settings], None]) -> None:
         property_of(quick(100, anew=True))
 
 
-# ---- Functions beside torch's ------------------------------------------------------------------------------
+# ---- Functions compared with torch's -----------------------------------------------------------------------
 
 
 @st.composite
 def bag_calls(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of embedding_bag, of which torch itself gets all but those it computes otherwise than it says."""
+    """Arguments of embedding_bag for us and for torch, without those for which torch does not do what it documents."""
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     id_dtype = draw(st.sampled_from([torch.int32, torch.int64]))
     bags = draw(st.lists(st.lists(st.integers(0, ROWS - 1), max_size=70), max_size=5))
@@ -94,7 +94,7 @@ def bag_calls(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def outcome(function: Any, call: dict[str, Any]) -> list[Tensor]:
-    """The result, and gradients of the weight and of per-sample weights."""
+    """The result, and the gradients of the weight and of per-sample weights."""
     weight = call["weight"].clone().requires_grad_()
     factors = call.get("per_sample_weights")
     more = {} if factors is None else {"per_sample_weights": factors.clone().requires_grad_()}
@@ -141,11 +141,11 @@ def test_many_random_calls_of_functions_equal_torchs() -> None:
 # ---- Forms of one batch ------------------------------------------------------------------------------------
 
 Bags = list[list[list[int]]]
-"""By feature, then by sample."""
+"""Ids by feature, then by sample."""
 
 
 def as_feature(draw: st.DrawFn, bags: list[list[int]], weights: list[list[float]]) -> tuple[Any, Any]:
-    """One feature's ids in some form, and weights for them where the form has no place for any."""
+    """One feature's ids in some form, and their weights if the form cannot hold weights."""
     ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.int64, device="cpu")
     factors = torch.tensor([w for bag in weights for w in bag], dtype=torch.float32, device="cpu")
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64, device="cpu")
@@ -175,7 +175,7 @@ def as_feature(draw: st.DrawFn, bags: list[list[int]], weights: list[list[float]
 
 @st.composite
 def forms(draw: st.DrawFn) -> tuple[Bags, list[list[list[float]]], dict[str, Any]]:
-    """A batch, its weights, and arguments of a call that mean both."""
+    """A batch, its weights, and the arguments of a call that means both."""
     samples = draw(st.integers(0, 4))
     bag = st.lists(st.integers(0, 49), max_size=3)
     bags: Bags = [draw(st.lists(bag, min_size=samples, max_size=samples)) for _ in FEATURES]
@@ -227,7 +227,7 @@ def test_many_random_forms_of_input_mean_the_same_batch() -> None:
     until_the_time_is_up(forms_mean_one_batch)
 
 
-# ---- Sharded training beside unsharded ---------------------------------------------------------------------
+# ---- Sharded training compared with unsharded --------------------------------------------------------------
 
 
 def drawn_training(seed: int) -> Training:

@@ -1,4 +1,4 @@
-"""Where a module's tables may lie, and what is said about other places."""
+"""The devices on which a module's tables may be, and the errors for other devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_unsupported_device_is_refused(device: str, why: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [None, optim.SGD()])
 def test_a_module_is_not_moved_where_it_cannot_work(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a part of a model, whose own `.to` torch runs. Nothing has changed after a refusal."""
+    """The module is a part of a model whose `.to` is called. Nothing has changed after a refusal."""
     module = EmbeddingCollection(SPEC, optimizer=optimizer)
     model = torch.nn.Sequential(module)
     if not torch.cuda.is_available():

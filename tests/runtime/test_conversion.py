@@ -1,4 +1,4 @@
-"""Collections made from torch's own modules, and what a serving module takes of a training checkpoint."""
+"""Collections made from torch's own modules, and serving modules that load training checkpoints."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_tied_and_frozen_weights_stay_so() -> None:
 
 def test_gradients_are_sparse_where_those_of_the_modules_are() -> None:
     one, other = nn.EmbeddingBag(9, 5, mode="sum", sparse=True), nn.EmbeddingBag(9, 5, mode="sum", sparse=False)
-    other.weight = one.weight  # to which torch's modules would give a dense gradient
+    other.weight = one.weight  # torch's modules would give it a dense gradient
     given = {"a": one, "b": other, "c": nn.Embedding(9, 5, sparse=True), "d": nn.Embedding(9, 5)}
     kinds = [({}, [False, True, False]), ({"sparse": True}, [True] * 3), ({"sparse": ["d"]}, [False, False, True])]
     for options, expected in kinds:

@@ -1,4 +1,4 @@
-"""Exported models: run by processes that know nothing of where they were made, by torch and by AOTInductor."""
+"""Exported models run in processes that know nothing of the machine that made them, by torch and by AOTInductor."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ PARTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
-    """A model is made by one process and served by another, that imports embforge and no more."""
+    """One process makes a model, and another serves it, which imports only torch and embforge."""
     made, loaded, _, _ = PARTS
     run(tmp_path, made)
     run(tmp_path, loaded)
@@ -116,7 +116,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_aotinductor_serves_what_the_page_makes(tmp_path: Path) -> None:
-    """Its compiler takes half a minute."""
+    """AOTInductor's compiler takes half a minute."""
     made, _, compiled, served = PARTS
     run(tmp_path, made + compiled)
     refusal = "IndexError: feature 'user': id 1000 of sample 0, position 0 is not a row of table 'users'"
@@ -125,7 +125,7 @@ def test_aotinductor_serves_what_the_page_makes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_a_trained_module_is_exported_for_serving(ids: torch.dtype) -> None:
-    """Also where gradients are on: its states stay behind, and so does its update."""
+    """Also with gradients enabled. Neither its states nor its update are exported."""
     module = ef.EmbeddingCollection(SPEC, backend="reference", optimizer=ef.optim.RowwiseAdagrad(lr=0.1))
     values, offsets, weights = batch(SPEC)
     given = (values.to(ids), offsets.to(ids), weights)
@@ -168,7 +168,7 @@ def test_another_device_is_refused_before_a_kernel_reads_its_memory() -> None:
 
 
 def test_a_text_that_names_another_machines_instruction_set_runs() -> None:
-    """As graphs have it that earlier versions exported."""
+    """Graphs that earlier versions exported have such a text."""
     module = ef.EmbeddingCollection(SPEC)
     text = Program(replace(module.plan(), arch="avx1024")).text
     with torch.no_grad():

@@ -18,7 +18,7 @@ from embforge.functional.external_weights import programs_for
 
 embedding, embedding_bag = ef.functional.embedding, ef.functional.embedding_bag
 DIM = 8
-"""One for all tests of kernels: every dim is a compilation."""
+"""All tests of kernels have the same dim, because every dim is a compilation."""
 
 
 def table(rows: int, dtype: torch.dtype = torch.float32, dim: int = DIM, seed: int = 0) -> Tensor:
@@ -26,7 +26,7 @@ def table(rows: int, dtype: torch.dtype = torch.float32, dim: int = DIM, seed: i
 
 
 def expected(ids: Tensor, weight: Tensor) -> Tensor:
-    """Row by row, as a reader would."""
+    """The right result, row by row."""
     rows = [weight[i] if 0 <= i < len(weight) else torch.zeros_like(weight[0]) for i in ids.reshape(-1).tolist()]
     return torch.stack(rows).view(*ids.shape, -1) if rows else weight.new_empty(*ids.shape, weight.shape[1])
 
@@ -125,7 +125,7 @@ def test_a_lookup_compiles_into_one_graph() -> None:
 def test_every_row_may_have_a_scale(dtype: str, scale_dtype: str) -> None:
     weight = (20 * table(9)).to(getattr(torch, dtype))
     scale = torch.rand(9).to(getattr(torch, scale_dtype))
-    scale[0] = float("inf")  # of a row that nobody asks for, and that absent ids must not meet
+    scale[0] = float("inf")  # no id is 0, and absent ids must not use its scale
     ids = torch.tensor([[3, 9], [-1, 8]])
     found = embedding(ids, weight, per_token_scale=scale)
     assert found.dtype == scale.dtype
@@ -137,7 +137,7 @@ def test_every_row_may_have_a_scale(dtype: str, scale_dtype: str) -> None:
 
 
 def test_results_may_be_written_to() -> None:
-    """As `x *= dim ** 0.5` of many models does."""
+    """Many models run `x *= dim ** 0.5`."""
     for weight in (table(9).requires_grad_(), table(9, torch.float64).requires_grad_()):
         found = embedding(torch.tensor([[3, 9], [-1, 3]]), weight)
         found *= 2
@@ -278,7 +278,7 @@ def test_a_batch_that_changes_before_the_backward_is_refused(changed: str, paddi
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ids_after_the_last_bag_are_in_none(mode: str, dtype: torch.dtype) -> None:
-    """As torch documents: its own kernels do so for some dtypes only, hence it gets no such ids here."""
+    """As torch documents it. Its own kernels do so for some dtypes only, so torch gets no such ids here."""
     ids, offsets = torch.tensor([1, 2, 3, 4, -5, 99]), torch.tensor([0, 2, 4])
     results, gradients = [], []
     for function, end in ((embedding_bag, 6), (F.embedding_bag, 4)):

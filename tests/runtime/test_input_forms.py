@@ -1,4 +1,4 @@
-"""Every form of ids that is not flat: each means the batch that its flat spelling means."""
+"""Forms of ids that are not flat: each means the same batch as the flat form."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_sharded_module_takes_the_same_forms() -> None:
 
 
 def test_the_code_of_the_page_runs() -> None:
-    """Every block of docs/inputs.md runs, in one program; its lines compare what they show."""
+    """All blocks of docs/inputs.md run as one program, whose lines compare the results that they show."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/inputs.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 3
     exec("\n".join(blocks), {})

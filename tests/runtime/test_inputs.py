@@ -1,4 +1,4 @@
-"""Everything a call may be given, and every mistake, with the argument named."""
+"""Every form of input that a call takes, and every mistake, whose error names the argument."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(batch: Batch, values: Tensor = VALUES, offsets: Tensor = OFFSETS, weigh
 
 
 class Keyed:
-    """What TorchRec's KeyedJaggedTensor shows."""
+    """The methods of TorchRec's KeyedJaggedTensor that are used."""
 
     def __init__(self, keys: list[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> None:
         self._all = keys, values, lengths, weights
@@ -136,7 +136,7 @@ def test_a_keyed_jagged_tensor_is_a_batch() -> None:
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_keyed_jagged_tensor_is_put_into_feature_order(weights: Tensor | None) -> None:
-    """Keys b, spare, a: b's ids first, one spare id an sample, then a's ids."""
+    """Keys are b, spare, a: first b's ids, then one spare id per sample, then a's ids."""
     values = torch.cat([VALUES[3:], torch.tensor([77, 78]), VALUES[:3]])
     lengths = torch.tensor([0, 2, 1, 1, 1, 2])
     moved = None if weights is None else torch.cat([weights[3:], torch.zeros(2), weights[:3]])
@@ -248,7 +248,7 @@ def test_good_input_passes() -> None:
     ],
 )
 def test_bad_offsets_are_named(offsets: list[int], message: str | None, bounds_check: str) -> None:
-    values = [1, 2, 3, 4, 99_999]  # the bad id is never what is reported
+    values = [1, 2, 3, 4, 99_999]  # the bad id must not be what is reported
     if message is None:
         values, message = values[:2], "values has 2 ids, offsets end at 3"
     with pytest.raises(ValueError, match=message):

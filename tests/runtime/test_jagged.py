@@ -1,4 +1,4 @@
-"""Jagged: what it refuses by itself, how it is made, moved, cut and joined."""
+"""How a Jagged is made, moved, cut and joined, and what it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch() -> Jagged:
 
 
 def samples_of(jagged: Jagged) -> list[list[list[int]]]:
-    """What `from_lists` would make it from; and weights must belong to their ids."""
+    """The lists that `from_lists` would make it from. Asserts that weights belong to their ids."""
     features = jagged.num_features
     assert features is not None
     if jagged.weights is not None:

@@ -1,4 +1,4 @@
-"""Big results: their memory is used again, but never while anybody holds it."""
+"""The memory of large results is used again, but never while a reference to it exists."""
 
 from __future__ import annotations
 

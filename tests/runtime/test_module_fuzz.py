@@ -39,11 +39,11 @@ OPTIMIZERS = (optim.Adam(lr=0.1), optim.RowwiseAdagrad(lr=0.1, weight_decay=0.01
 DEFAULT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 TABLES = tuple(table.name for table in WITH_ROWS.tables)
 MINUTES = float(os.environ.get("EMBFORGE_FUZZ_MINUTES", "10"))
-"""How long `make soak` looks for a program that fails."""
+"""Seconds for which `make soak` looks for a program that fails."""
 
 
 class Twins(RuleBasedStateMachine):
-    """Two modules that begin alike, and the calls that a program may make of them."""
+    """Two modules that start with equal state, and the calls that a program may make."""
 
     modules: list[EmbeddingCollection]
 

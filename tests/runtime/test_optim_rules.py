@@ -1,4 +1,4 @@
-"""The built-in rules against torch.optim, or against their papers' formulas where torch has none."""
+"""The built-in rules against torch.optim, or against their papers' formulas if torch does not have them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_adam_equals_sparse_adam_to_its_eps() -> None:
         torch.testing.assert_close(rows, parameter.data, rtol=1e-6, atol=1e-6)
 
 
-# ---- Rules that torch has not: the formula on one number at a time -----------------------------------
+# ---- Rules that torch does not have: the formula on one number at a time -----------------------------
 
 
 def length(row: list[float]) -> float:
@@ -317,7 +317,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "custom_rules.md"
 
 
 def test_the_page_is_right() -> None:
-    """Its Python runs, up to the block that is there to fail, whose message it quotes."""
+    """The page's Python runs, up to the block that fails on purpose, whose message the page quotes."""
     text = PAGE.read_text()
     *good, bad = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
@@ -330,7 +330,7 @@ def test_the_page_is_right() -> None:
 
 
 def test_the_page_has_every_rule() -> None:
-    """Each line of each built-in rule, with weight decay for those that have it in their formula, and each default."""
+    """The page has each line of each built-in rule, with weight decay if it is in the formula, and each default."""
     text = PAGE.read_text()
     for optimizer in ALL:
         name = type(optimizer).__name__

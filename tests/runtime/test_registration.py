@@ -1,4 +1,4 @@
-"""`import embforge` makes torch know the operators, in whichever order both are imported, and is no burden to torch."""
+"""`import embforge` registers the operators with torch, in either order of imports, and does not disturb torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 
-def run(code: str, beside: Path | None = None) -> str:
-    """What the code prints in a fresh process, where a module `torch` may lie in a directory of its own."""
-    path = {} if beside is None else {"PYTHONPATH": str(beside)}
+def run(code: str, directory: Path | None = None) -> str:
+    """What the code prints in a new process, which finds a module `torch` in `directory` if that is not None."""
+    path = {} if directory is None else {"PYTHONPATH": str(directory)}
     command = [sys.executable, "-c", code]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | path)
     assert answer.returncode == 0, answer.stderr
@@ -31,7 +31,7 @@ ids, weight = torch.tensor([1, 5]), torch.eye(3)
 print(torch.ops.embforge.gather(ids, weight, -1).tolist(), torch.ops.embforge.lookup.default)
 for name in [name for name in sys.modules if name.partition(".")[0] == "embforge"]:
     del sys.modules[name]
-import embforge  # as a notebook does that wants it anew
+import embforge  # as in a notebook that imports it again
 import embforge.functional
 print(embforge.functional.embedding(ids, weight).tolist())
 """
@@ -64,7 +64,7 @@ print(torch.ready, caught[0].message)
 
 
 def test_registration_happens_once_and_only_by_an_import(imitation: Path) -> None:
-    """Not by a look for torch, nor by an import that fails; and two of them do not call each other for ever."""
+    """Neither a search for torch nor a failed import does it, and two import hooks do not call each other forever."""
     code = """
 import importlib.util, sys, threading
 from embforge.operators.torch_import import when_torch_is_imported

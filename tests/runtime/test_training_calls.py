@@ -1,4 +1,4 @@
-"""What training calls keep from call to call, and when they look anew."""
+"""What training calls keep from call to call, and when they read it again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_replaced_parameters_are_read_and_trained(backend: Literal["reference", 
 
 @pytest.mark.parametrize("optimizer", [ef.optim.SGD(lr=0.5), None])
 def test_rows_that_move_after_the_first_call_are_read_where_they_are(optimizer: object) -> None:
-    """Sharing memory with another process moves rows without making another tensor of them."""
+    """Sharing memory with another process moves rows without making a new tensor."""
     module = ef.EmbeddingCollection(SPEC, backend="cpu", optimizer=optimizer)
     first = module(VALUES, OFFSETS).detach()
     old = module.weight("a").data_ptr()
@@ -68,7 +68,7 @@ def test_rows_that_move_after_the_first_call_are_read_where_they_are(optimizer: 
 
 
 def test_rows_that_move_before_a_later_backward_are_trained_where_they_are() -> None:
-    """Not where they were when a backward of this module last asked."""
+    """They are not where the previous backward of this module found them."""
     module, twin = (ef.EmbeddingCollection(SPEC, backend="cpu", optimizer=ef.optim.SGD(lr=0.5)) for _ in range(2))
     twin.load_state_dict(module.state_dict())
     for each in (module, twin):

@@ -1,4 +1,4 @@
-"""Sharded and unsharded modules are trained by the same methods, which stand in one class."""
+"""Sharded and unsharded modules have the same methods for training, which are defined in one class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import embforge as ef
 from embforge.training.surface import TrainingSurface
 
 OWN = {"step", "drop_gradients"}
-"""What a class may say itself."""
+"""The methods that a class may define itself."""
 
 
 @pytest.mark.parametrize("kind", [ef.EmbeddingCollection, ef.sharded.ShardedEmbeddingCollection])

@@ -1,4 +1,4 @@
-"""Modules take tuned parameters by themselves, say so, and compute the same bits."""
+"""Modules use tuned parameters without a flag, report it, and compute the same bits."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_module_made_on_meta_chooses_when_it_moves() -> None:
     assert module_of(device="meta", backend="cuda").choices()["forward"].why == "default: on meta nothing runs"
     save(record_of(FASTER), "user")
     module.to_empty(device="cpu")
-    assert module.plan().params == FASTER  # moving chooses anew
+    assert module.plan().params == FASTER  # a move chooses again
 
 
 def test_copies_and_pickles_choose_again() -> None:
@@ -243,7 +243,7 @@ def test_each_type_of_ids_has_its_own_choice() -> None:
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine of two cores, of which torch may use as many as it says."""
+    """A machine with two cores, of which torch may use as many as its number of threads says."""
     cpu = this_cpu()
     monkeypatch.setattr(parameters, "this_cpu", lambda: replace(cpu, sizes={**cpu.sizes, "cores": 2}))
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Backwards on the CPU give the reference's bits, whatever the instruction set, threads, ids and rule."""
+"""Backwards on the CPU give the reference's bits for every instruction set, number of threads, ids and rule."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from embforge.verify.cases import Case, draw_batch, draw_tables
 
 CPU = torch.device("cpu")
 SMALL = CpuBackwardParams(tile_vectors=2, grain_bytes=16384, radix_bits=8)
-"""Many tiles, passes and threads already for small batches."""
+"""Parameters that give small batches many tiles, passes and threads."""
 
 
 def runnable() -> list[str]:
-    """This machine's set and what it includes."""
+    """The instruction sets that this machine can run."""
     order = [*X86_NEEDS, "generic"]
     best = host_isa()
     return order[order.index(best) :] if best in order else [best, "generic"]
 
 
 def rich_spec(output_dtype: str = "fp32") -> CollectionSpec:
-    """Every pooling, weighted or not, of tables of all dtypes, alone and shared."""
+    """A spec with every pooling, weighted or not, and tables of all dtypes, with one feature or several."""
     tables = (
         TableSpec("wide", 300, 130),
         TableSpec("odd", 70_000, 21, "bf16"),
@@ -72,7 +72,7 @@ def rich_spec(output_dtype: str = "fp32") -> CollectionSpec:
 
 @dataclass
 class World:
-    """Everything a backward reads and writes."""
+    """All that a backward reads and writes."""
 
     tables: tuple[Tensor, ...]
     sections: tuple[Tensor | None, ...]
@@ -191,7 +191,7 @@ def hot_spec() -> CollectionSpec:
 
 
 def test_hot_ids_and_many_ids() -> None:
-    """Runs of four levels of the canonical sum, cut between threads, and tables that threads sort together."""
+    """Runs have four levels of the canonical sum and are split between threads; threads sort tables together."""
     plan = plan_of(hot_spec(), rule=builtin.sgd(), params=CpuBackwardParams())
     kernel = CpuBackward(plan, build(plan).binary)
     lengths = torch.full((3, 2), 20_000)
@@ -206,7 +206,7 @@ def test_hot_ids_and_many_ids() -> None:
 
 
 def test_concat_bags_that_threads_share() -> None:
-    """A thread that begins within a bag begins within the gradients of its slots."""
+    """A thread that starts within a bag must start within the gradients of its slots."""
     spec = CollectionSpec((TableSpec("t", 3000, 3),), (FeatureSpec("f", "t", "concat", hotness=700),))
     plan = plan_of(spec, rule=builtin.sgd())
     kernel = CpuBackward(plan, build(plan).binary)
@@ -218,7 +218,7 @@ def test_concat_bags_that_threads_share() -> None:
 
 
 def test_states_of_hot_rows_and_shared_sorts() -> None:
-    """A narrow table and a rule with states of both kinds, where threads share the sort and the longest run."""
+    """A narrow table and a rule with both kinds of states; threads share the sort and the longest run."""
     spec = CollectionSpec((TableSpec("t", 5000, 12, "bf16"),), (FeatureSpec("f", "t"), FeatureSpec("g", "t", "mean")))
     plan = plan_of(spec, rule=builtin.rowwise_adam())
     kernel = CpuBackward(plan, build(plan).binary)
@@ -280,7 +280,7 @@ def test_nothing_changes_without_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_too_large_is_what_does_not_fit() -> None:
-    """A table of so many rows leaves 24 bits beside a row's number for where its gradients lie."""
+    """A table of this many rows leaves 24 bits, next to a row's number, for the place of its gradients."""
     tables = (TableSpec("long", 2**40, 4), TableSpec("wide", 10, 1024))
     plan = plan_of(CollectionSpec(tables, (FeatureSpec("f", "long"), FeatureSpec("g", "wide"))), "reduce")
     kernel = CpuReduce(plan, build(plan).binary)
@@ -288,11 +288,11 @@ def test_too_large_is_what_does_not_fit() -> None:
     metadata = update_metadata_of(rows, rows, [True, True], "error")  # no rule: no states
 
     def found(batch: int, of_long: int, of_wide: int) -> list[list[int]]:
-        """Rows that occur, where the first bag of each feature has so many ids."""
+        """The rows that occur if the first bags of the features have these numbers of ids."""
         offsets = torch.full((2 * batch + 1,), of_long)
         offsets[0], offsets[batch + 1 :] = 0, of_long + of_wide
         given = Batch(torch.ones(of_long + of_wide, dtype=torch.int64), offsets, None, batch, None)
-        pooled = torch.empty(batch, 1028)  # not all of it is read, or even there
+        pooled = torch.empty(batch, 1028)  # not all of it is read, or has memory
         pooled[0] = 1.0
         reduced = kernel(metadata, rows, given, Gradients(pooled, None, None, None), "error")
         return [ids.tolist() for ids, _ in reduced]
@@ -304,7 +304,7 @@ def test_too_large_is_what_does_not_fit() -> None:
 
 
 def test_flushing_denormals_changes_nothing() -> None:
-    """torch's mode is that of the calling thread: results would depend on who computes them."""
+    """torch sets the mode of the calling thread alone: results would depend on which thread computes them."""
     spec = CollectionSpec((TableSpec("t", 3000, 16),), (FeatureSpec("f", "t", "mean", weighted=True),))
     values = torch.randint(0, 3000, (20_000,), generator=torch.Generator().manual_seed(1))
     tiny = torch.rand(5_000, 16, generator=torch.Generator().manual_seed(2)) * 1e-37

@@ -1,4 +1,4 @@
-"""Plan fields of the CPU act as they say, and where they cannot act the code is the same."""
+"""Plan fields of the CPU have the effect that they describe; where they cannot have it, the code is the same."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_forward_takes_no_more_threads_than_it_may(threads: int, tasks: list[i
     ("op", "kind"), [("backward", CpuBackward), ("reduce", CpuReduce), ("weight_gradient", CpuWeightGradient)]
 )
 def test_a_backward_takes_no_more_threads_than_it_may(op: str, kind: Any) -> None:
-    """Of three; not even where all share the sort of one table."""
+    """Three threads are available, and it may use fewer, even if threads share the sort of one table."""
     spec = CollectionSpec([TableSpec("t", 5000, 4)], [FeatureSpec("f", "t", "sum", weighted=True)])
     plan = plan_of(spec, op, params=CpuBackwardParams(threads=2))
     kernel = kind(plan, build(plan).binary)
@@ -121,7 +121,7 @@ def test_streamed_results_are_finished_by_a_fence(tmp_path: Path) -> None:
 
 
 def test_a_text_from_before_these_fields_keeps_its_meaning() -> None:
-    """So the schema of a plan's text did not change with them."""
+    """The schema of a plan's text did not change when these fields were added."""
     for plan in (forward(one_table(8)), plan_of(rich_spec(), params=CpuBackwardParams())):
         old = re.sub(r'"(rows_unrolled|threads)":\d+,|"stores":"\w+",|,"threads":\d+', "", plan.text)
         assert '"threads"' not in old and '"stores"' not in old and '"grain_bytes":65536' in old

@@ -1,4 +1,4 @@
-"""Every instruction set that this machine can run gives the reference's bits: not only the best one."""
+"""Every instruction set that this machine can run gives the reference's bits, not only the best one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PARAMS = {
     "fp16": CpuParams(tile_vectors=2, grain_bytes=16384, rows_unrolled=2, stores="streaming"),
     "bf16": CpuParams(tile_vectors=2, grain_bytes=16384),
 }
-"""By output dtype. Of what is streamed, only aligned rows are: the others take the usual way."""
+"""The parameters by output dtype. Only aligned rows are streamed; the others are stored in the usual way."""
 
 
 def runnable() -> list[str]:
-    """This machine's set and what it includes."""
+    """The instruction sets that this machine can run."""
     order = [*X86_NEEDS, "generic"]
     best = host_isa()
     return order[order.index(best) :] if best in order else [best, "generic"]
@@ -65,7 +65,7 @@ def test_every_pooling_meets_every_table_format_and_every_output() -> None:
 
 
 def random_tables(plan: Plan) -> list[Tensor]:
-    """A table of each layout, with every kind of number in its first rows."""
+    """The rows of all tables, with every kind of number in the first rows."""
     torch.manual_seed(7)
     tables = []
     for layout in plan.layout.tables:
@@ -76,7 +76,8 @@ def random_tables(plan: Plan) -> list[Tensor]:
 
 
 def random_batch(plan: Plan, long_bag: int = 0) -> tuple[Batch, int]:
-    """Short bags and one past a chunk a feature, and the elements of the `none` features' rows."""
+    """A batch in which each feature has short bags and one longer than a chunk, and the number of elements of the
+    `none` features' rows."""
     features, size = len(plan.spec.features), 6
     lengths = torch.randint(0, 9, (features, size))
     lengths[:, 1] = 150

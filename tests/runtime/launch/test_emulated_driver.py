@@ -132,7 +132,7 @@ def test_the_emulated_driver_starts_only_on_request() -> None:
 
 
 def test_no_loader_finds_the_emulated_driver() -> None:
-    """Even in a process that may use it: its file has another name, and lies where nobody looks."""
+    """Not even in a process that may use it: its file has another name, and is in a folder that no loader searches."""
     library = build.driver_library()
     assert "cuda" not in library.name
     ended = started(build.environment(), "ctypes.CDLL('libcuda.so.1')")

@@ -1,4 +1,4 @@
-"""A forward whose backward will come: the results of a forward, what they were divided by, and which ids won."""
+"""Forwards before a backward: they give the results of a forward, the divisors, and the ids that were selected."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_bits_are_those_of_the_reference(backend: str, spec: CollectionSpec, id_
 @pytest.mark.parametrize("pooling", SELECTIONS)
 @pytest.mark.parametrize("backend", THREADS)
 def test_the_first_present_id_wins_even_if_it_is_infinite(backend: str, pooling: PoolingName) -> None:
-    """Whether absent ids before it fill a part of a chunk, whole chunks, or whole units of a long bag."""
+    """The absent ids before it fill a part of a chunk, whole chunks, or whole units of a long bag."""
     spec, combiner = SMALL_OF[pooling], combiner_of(pooling)
     table = draw_tables(SMALL, 1)[0]
     table[:, :4] = combiner.identity

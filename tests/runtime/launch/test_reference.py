@@ -59,7 +59,7 @@ def test_a_very_long_bag_equals_the_naive_lookup(pooling: str, weighted: bool) -
 
 
 def sum_of(ids: list[int]) -> float:
-    """The pooled sum of rows 1.0 (id 0) and 2^-24 (id 1), which is lost beside the 1 but not beside another."""
+    """The pooled sum of rows 1.0 (id 0) and 2^-24 (id 1); 1.0 + 2^-24 rounds to 1.0, but two of 2^-24 add to 2^-23."""
     spec = CollectionSpec([TableSpec("t", 2, 1)], [FeatureSpec("f", "t")])
     table = torch.tensor([[1.0], [2.0**-24]])
     offsets = torch.tensor([0, len(ids)])
@@ -103,7 +103,7 @@ def test_weights_that_add_up_to_zero_give_zeros() -> None:
 
 
 def test_square_root_is_rounded_correctly() -> None:
-    """torch.sqrt is not, on a CPU."""
+    """torch.sqrt is not rounded correctly on a CPU."""
     spec = CollectionSpec([TableSpec("t", 1, 1)], [FeatureSpec("f", "t", "sqrtn")])
     lengths = torch.arange(1, 500)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -70,7 +70,7 @@ def test_random_numbers_differ_by_all_that_they_are_made_of() -> None:
 
 
 def interesting(name: str) -> Tensor:
-    """Numbers of all sizes within the format's range: normal, subnormal, halfway, just beside halfway."""
+    """Numbers of all sizes within the format's range: normal, subnormal, halfway between two, and close to halfway."""
     random = torch.Generator().manual_seed(1)
     sizes = torch.randint(-30, 16, (20_000,), generator=random)
     x = torch.ldexp(torch.randn(20_000, generator=random), sizes)
@@ -150,7 +150,7 @@ def test_edges_of_formats_round_right(
     ],
 )
 def test_stochastic_rounding_has_no_bias(name: str, value: float) -> None:
-    """The mean of many roundings is the number, within four standard errors of a coin with its odds."""
+    """The mean of many roundings is the number, within four standard errors of a coin with the same probability."""
     count = 200_000
     x = torch.full((count // 8, 8), value)
     random = random16(5, 1, 0, torch.arange(count // 8), 8)
@@ -168,7 +168,7 @@ def test_stochastic_rounding_has_no_bias(name: str, value: float) -> None:
 @pytest.mark.parametrize(("name", "step"), [("fp16", 2.0**-24), ("fp8_e4m3", 2.0**-9), ("fp8_e5m2", 2.0**-16)])
 @pytest.mark.parametrize("share", [2.0**-18, 2.0**-17, 1.5 * 2.0**-16, 0.3, 0.5, 1 - 2.0**-17, 1 + 2.0**-16, 2.7])
 def test_tiny_numbers_are_right_on_average(name: str, step: float, share: float) -> None:
-    """To half of what 16 bits resolve, however small the number."""
+    """The mean is right to half of what 16 bits resolve, for numbers of any size."""
     random = torch.arange(65536)[:, None]
     x = torch.full((65536, 1), share * step)
     mean = float(rounded(x, name, "stochastic", random).double().mean())

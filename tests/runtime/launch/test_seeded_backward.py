@@ -1,4 +1,4 @@
-"""Bugs put into the kernels of a backward: each is caught, at its place, and no row is changed."""
+"""Bugs that are put into the kernels of a backward: each is reported with its place, and no row is changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN = plan_of(SPEC, builtin.rowwise_adagrad())
 BAGS = [[[19] * 200, [1], [2, 2], [3] * 40, [4] * 65]]
 BUGS = (
     (
-        "terms of a row's sum that nobody waits for",
+        "terms of a row's sum that no thread waits for",
         "        __syncwarp(place.mask());\n#pragma unroll\n        for (int o = 0; o < OWN; ++o) {",
         "\n#pragma unroll\n        for (int o = 0; o < OWN; ++o) {",
         r"race: .*shared variable",

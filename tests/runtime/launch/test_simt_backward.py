@@ -1,4 +1,4 @@
-"""The CUDA backward on the SIMT executor: the reference's bits, and nothing written where something is wrong."""
+"""The CUDA backward on the SIMT executor gives the reference's bits, and writes nothing if its input is wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from embforge.verify.cases import Case, draw_batch
 
 ONE = CollectionSpec((TableSpec("t", 20, 8),), (FeatureSpec("f", "t"),), name="one")
 RUNS = [[[0] * 1000, [1], [2, 2], [3] * 64, [4] * 65, [5] * 5000, [], [6] * 40, [7] * 128, [8] * 4096, [9] * 4097]]
-"""Around chunks of 64 occurrences, chunks of those, and the plan's border of runs that wait."""
+"""Numbers of occurrences around a chunk (64), a chunk of chunks, and the plan's limit above which runs wait."""
 POOLINGS = CollectionSpec(
     (
         TableSpec("a", 30, 12),
@@ -141,7 +141,7 @@ def test_more_rows_than_keys_of_32_bits_can_number() -> None:
         features = (FeatureSpec("f", "t"), FeatureSpec("g", "u"))
         return CollectionSpec((TableSpec("t", rows, 8), TableSpec("u", rows, 8)), features, name="many_rows")
 
-    # The tables have 20 rows each, whatever the spec says: what counts is how rows are numbered.
+    # The tables have 20 rows each, not as many as the spec says: this tests how rows are numbered.
     plan, small = (plan_of(spec_of(rows), builtin.sgd()) for rows in (2**30, 20))
     assert key_dtype(replace(plan, target="cuda")) == "int64"
     module, truth = replace(module_of(small), plan=plan), module_of(reference_of(small))
@@ -201,7 +201,7 @@ def test_every_rule_has_the_references_bits(arch: str, output: str) -> None:
 
 
 def unchanged(plan: Plan, batch: Batch, bounds_check: str = "error", **how: Any) -> tuple[Module, Any]:
-    """A module, and a step of it that is to change nothing."""
+    """A module, and a step of it that must change nothing."""
     module = module_of(plan, **how)
     before = [tensor.clone() for tensor in module.everything()]
 
@@ -216,7 +216,7 @@ def unchanged(plan: Plan, batch: Batch, bounds_check: str = "error", **how: Any)
 
 
 def test_gradients_that_are_not_finite_change_nothing_if_the_loss_was_scaled() -> None:
-    """It is one of a whole load of four numbers, or one of those after the last whole load."""
+    """The infinite gradient is one of a load of four numbers, or one of those after the last such load."""
     spec = CollectionSpec(
         (TableSpec("t", 20, 7),), (FeatureSpec("f", "t"), FeatureSpec("n", "t", "none")), name="finite"
     )

@@ -1,4 +1,4 @@
-"""The SIMT launcher: its structures, what it raises and what it says, and counters that can be counted by hand."""
+"""The SIMT launcher: its structures, its errors, and counters that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_missing_sequence_row_is_named_with_its_place(monkeypatch: pytest.Monk
 
 def test_bad_status_for_a_good_batch_is_the_kernel_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     _, tables, batch, elements, mode = given()
-    few = metadata_of([t[:1] for t in tables], "error")  # the kernel is told of fewer rows than there are
+    few = metadata_of([t[:1] for t in tables], "error")  # the kernel gets a smaller number of rows than tables have
     with pytest.raises(KernelBugError, match="reported BAD_ID for a batch that is well-formed"):
         forward()(few, tables, batch, elements, mode)
 
@@ -236,7 +236,7 @@ def test_trusted_ids_that_are_bad_are_the_callers_fault() -> None:
 
 
 def test_arguments_may_share_memory() -> None:
-    """Values that are a part of offsets, and a table that is a part of another."""
+    """Values share memory with offsets, and one table with another."""
     spec = CollectionSpec(
         [TableSpec("a", 100, 4), TableSpec("b", 40, 4)], [FeatureSpec("x", "a"), FeatureSpec("y", "b")]
     )

@@ -1,4 +1,4 @@
-"""Memory of the kernels that run on the SIMT executor: far apart, full of garbage, and as much as a GPU has."""
+"""Memory of kernels that run on the SIMT executor: arrays are far apart and full of garbage, and limits are a GPU's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAN = Plan("forward", "simt", "sm_90", "int64", SPEC, CudaParams())
 
 
 def neighbours(case: Case) -> tuple[Any, ...]:
-    """A call with tables in one tensor: rows 228 and on of the first would be rows of the second, 4 KiB behind it."""
+    """A call with both tables in one tensor: rows from 228 on of the first would be rows of the second, 4 KiB later."""
     memory = torch.rand(2000, 8)
     tables = (memory[:100], memory[228:1228])
     values, offsets, weights = draw_batch(SPEC, case, 0)
@@ -54,7 +54,7 @@ def neighbours(case: Case) -> tuple[Any, ...]:
 )
 def test_an_overrun_is_reported_as_out_of_bounds(sound: str, buggy: str, says: str, tmp_path: Path) -> None:
     text, image = source_of(PLAN), tmp_path / "image.so"
-    assert sound in text, "the kernels changed: seed this bug anew"
+    assert sound in text, "the kernels changed: write this bug again for the new source"
     image.write_bytes(compile_image(text.replace(sound, buggy), f"{twin_of(PLAN).uri}.cu"))
     with pytest.raises(KernelBugError, match=says):
         SimtForward(PLAN, image)(*neighbours(Case(9, "one")))
@@ -100,8 +100,8 @@ def test_guarded_memory_has_the_layout_of_what_it_copies() -> None:
     assert torch.equal(copy, rows) and copy.stride() == rows.stride() and copy.data_ptr() % 64 == rows.data_ptr() % 64
     assert spanned_bytes(rows) == spanned_bytes(copy) == copy.untyped_storage().nbytes() == 4 * 20
     assert spanned_bytes(numbers[8:].view(4, 4)[:, :3][:, :]) == 4 * 16
-    assert spanned_bytes(numbers[9:].view(3, 5)[1:, 1:]) == 4 * 9  # there is no memory behind the last row
-    assert spanned_bytes(numbers[:8].view(8, 1).t()) == 4 * 8  # one row, whose stride says nothing
+    assert spanned_bytes(numbers[9:].view(3, 5)[1:, 1:]) == 4 * 9  # there is no memory after the last row
+    assert spanned_bytes(numbers[:8].view(8, 1).t()) == 4 * 8  # with one row, its stride does not matter
     numbers[:] = 0
     assert copy[0].tolist() == [3, 4, 5]
 

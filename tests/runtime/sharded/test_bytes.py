@@ -1,4 +1,4 @@
-"""Every kind of plan alone, on 2, 4 and 8 real ranks: the bytes counted are those of the formulas, name by name.
+"""Every kind of shard plan alone, on 2, 4 and 8 real ranks: each byte counter is what its formula says.
 
 Mixtures of kinds and number formats: see `test_traffic.py`.
 """
@@ -36,7 +36,7 @@ Counters = dict[str, int]
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_counters_are_what_the_formulas_say(size: int) -> None:
-    """A call without gradients, and a step in which weights want gradients too."""
+    """Counts a call without gradients, and a step in which weights get gradients too."""
     found = run_ranks(size, counters_of_rank)
     for number, training in enumerate(TRAININGS):
         traffic = expected(training, size)
@@ -52,7 +52,7 @@ def test_counters_are_what_the_formulas_say(size: int) -> None:
 
 
 def expected(training: Training, size: int) -> Traffic:
-    """The formulas, filled with the ids of the batch."""
+    """The counters by the formulas, with the ids of the batch."""
     spec, optimizer = training.spec, training.optimizer
     geometry = Geometry(place(training.plan(size), spec, size, node_size_of(size)))
     parts = [part_of(spec, whole_batch(spec, 0), sizes_of(size, 0), rank) for rank in range(size)]
@@ -78,12 +78,12 @@ def counters_of_rank(rank: int, size: int) -> list[tuple[Counters, Counters]]:
 
 
 def counted(counters: Counters) -> Counters:
-    """Without what stayed 0."""
+    """The counters without those that are 0."""
     return {name: count for name, count in counters.items() if count}
 
 
 def test_blocks_of_wide_ids_are_filled_up_to_whole_ids() -> None:
-    """Rows past 32 bits: an id takes two words, and begins at a multiple of two in every block."""
+    """With more than 2^32 rows an id takes two words, and starts at a multiple of two words in every block."""
     spec = CollectionSpec((TableSpec("t", 2**33, 4),), (FeatureSpec("f", "t"), FeatureSpec("g", "t", weighted=True)))
     geometry = Geometry(place(ShardPlan.row_wise(spec), spec, 2))
     counts, samples = np.array([[2, 3], [1, 4]]), np.array([3, 3])

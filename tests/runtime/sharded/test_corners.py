@@ -1,4 +1,4 @@
-"""Corners of sharded training where ranks could come to different ends: what each of them holds, skips or counts."""
+"""Corner cases of sharded training in which ranks could differ: what each of them holds, skips or counts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_rows_after_an_odd_number_of_columns_on_the_emulated_gpu() -> None:
 
 
 def test_optimizers_by_table(found: list[dict[str, Any]]) -> None:
-    """Gradients of two ranks are added: 2 for each row. The rates of the second step are another half, one and two."""
+    """Gradients of two ranks are added: 2 for each row. In the second step the groups have rates of a half, 1 and a
+    half."""
     size = len(found)
     for one in of(found, corners.optimizers_by_table):
         here, there, rows, copies, fixed = one["rows"]

@@ -1,4 +1,4 @@
-"""Replicas of tables without a fused optimizer, kept alike by torch: DistributedDataParallel and FSDP2 over gloo."""
+"""Tables without a fused optimizer, replicated by DistributedDataParallel or sharded by FSDP2 over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that just end, and modules that are just dropped: the process groups of sharded modules end with them."""
+"""The process groups of sharded modules end with the program, and with a module that is dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUSY_LOOPS = 4
 
 
 def test_a_program_without_destroy_process_group_ends_well() -> None:
-    """Without the groups' end, 2 of 6 runs had a rank that died by SIGABRT; the soak has a hundred."""
+    """Before groups were ended, 2 of 6 runs had a rank that died by SIGABRT; the soak makes a hundred runs."""
     assert exit_codes(3) == [0, 0, 0]
 
 

@@ -1,4 +1,4 @@
-"""Any number of ranks train as one does: every kind of plan, pooling and rule, against the unsharded collection."""
+"""Any number of ranks trains as one does: every kind of sharding, pooling and rule, against an unsharded collection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.sharded.equal import check
 ON_RANKS = {
     size: [every_kind(rule) for number, rule in enumerate(RULES) if number % 4 + 1 == size] for size in (1, 2, 3, 4)
 }
-"""All rules; each with another number of ranks than its neighbours. `make soak` trains all on all."""
+"""All rules, with different numbers of ranks. `make soak` trains all rules on all numbers of ranks."""
 for _number, _kind in enumerate(KINDS):
     ON_RANKS[2 + _number % 3].append(replace(one_kind(_kind), steps=5))
 for _size in (2, 3):
@@ -31,7 +31,7 @@ for _size in (2, 3):
 
 
 def test_any_two_choices_occur_together() -> None:
-    """Of kind, pooling with or without weights, rule."""
+    """Any two of a kind, a pooling with or without weights, and a rule occur in one training."""
     met: set[Any] = set()
     for rule in RULES:
         training = every_kind(rule)
@@ -60,7 +60,7 @@ def test_ranks_train_as_one(size: int) -> None:
 
 
 def test_compiled_kernels_train_as_one() -> None:
-    """The kernels of the CPU on two ranks: rows one by one and pooled, by a rule that needs whole rows."""
+    """The CPU's kernels on two ranks: rows are sent one by one and pooled, and the rule needs whole rows."""
     kinds = (("t0", "modulo"), ("t1", "column_wise"))
     check([replace(one_kind("modulo", "rowwise_adagrad"), kinds=kinds)], 2, backend="cpu")
 
@@ -72,7 +72,7 @@ def test_tables_of_every_format_train_as_one(backend: str) -> None:
 
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "lamb"])
 def test_columns_on_unequal_numbers_of_ranks_train_as_one(rule: str) -> None:
-    """A grid of two pieces on three ranks: one lies on two of them, the other on one, and the rules need whole rows."""
+    """A grid of two pieces on three ranks: two ranks hold one piece, one holds the other; the rules need whole rows."""
     check([one_kind("grid", rule)], 3)
 
 
@@ -90,6 +90,6 @@ def test_compiled_kernels_train_all_as_one(size: int) -> None:
 
 @pytest.mark.soak
 def test_emulated_gpus_train_as_one() -> None:
-    """The CUDA kernels, run by the emulator, exchanging with gloo."""
+    """The CUDA kernels run in the emulator, and ranks exchange by gloo."""
     kinds = (("t0", "modulo"), ("t1", "column_wise"))
     check([replace(one_kind("modulo"), kinds=kinds, steps=3)], 2, backend="simt")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, all ranks say so together and soon, nothing has changed, and the module goes on."""
+"""If something fails on one rank, all ranks raise together and soon, nothing changes, and the module still works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.sharded import fault_ranks as work
 from support.sharded.ranks import run_ranks, start_ranks
 
 SOON = 300.0
-"""Seconds: more than SHORT, less than LONG and than the group around them wait."""
+"""Seconds: more than SHORT, and less than LONG and the timeout of the outer group."""
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", torch.int64), ("cpu", torch.int32)])

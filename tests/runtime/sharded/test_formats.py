@@ -1,5 +1,5 @@
-"""Vectors that travel in fewer bits are off by what the format's precision says, cost the bytes that the formulas say,
-and never hide a number that is not finite."""
+"""Vectors that are sent in fewer bits have the errors of the format's precision and the bytes of the formulas. They
+never hide a number that is not finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OFF = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 0
 relative to the number itself, half a step of 127 of int8. The scale of packed rows is fp32: SLACK allows for it."""
 SLACK = 1e-5
 PAIRS = (("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "int8"), ("int8", "fp8"), ("fp32", "int8"), ("fp16", "fp32"))
-"""Of results and of gradients."""
+"""Pairs of formats: that of results and that of gradients."""
 SPEC = CollectionSpec(
     (TableSpec("a", 11, 9), TableSpec("b", 7, 12), TableSpec("c", 5, 6), TableSpec("d", 6, 5)),
     (
@@ -45,12 +45,12 @@ SPEC = CollectionSpec(
 )
 KINDS = (("a", "modulo"), ("b", "column_wise"), ("c", "hierarchical"), ("d", "block"))
 TRAINING = Training("formats", SPEC, KINDS, ef.optim.SGD(lr=1.0))
-"""A rate of 1: rows change by the very gradients that arrive."""
+"""With a rate of 1, rows change by exactly the gradients that arrive."""
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_errors_are_those_of_the_formats(size: int) -> None:
-    """Each pair against fp32 on the same batch; and the bytes are those of the formulas."""
+    """Compares each pair of formats with fp32 on the same batch, and the bytes with the formulas."""
     counted = run_ranks(size, errors)
     batches = [_numbers(part_of(SPEC, whole_batch(SPEC, 0), sizes_of(size, 0), rank)) for rank in range(size)]
     geometry = Geometry(place(TRAINING.plan(size), SPEC, size, node_size_of(size)))
@@ -94,7 +94,7 @@ def errors(rank: int, size: int) -> list[dict[str, int]]:
 
 
 def step_of(module: Any, part: Any) -> dict[str, Tensor]:
-    """Results; then a backward whose gradients do not depend on them."""
+    """Makes a step whose gradients do not depend on the results, and returns the results."""
     results: dict[str, Tensor] = module.forward_dict(*arguments_of(part))
     pairs = zip(results.values(), part.wanted, strict=True)
     torch.stack([(result * wanted).sum() for result, wanted in pairs]).sum().backward()
@@ -102,7 +102,7 @@ def step_of(module: Any, part: Any) -> dict[str, Tensor]:
 
 
 def allowed_of_rows(whole: Any, off: float) -> dict[str, Tensor]:
-    """Of every row, by how much it may be off: a share of the largest number of each gradient that it gets."""
+    """For every row: the error that is allowed, a share of the largest number of each gradient that it gets."""
     found = {}
     for feature, ids, lengths, wanted in zip(SPEC.features, whole.values, whole.lengths, whole.wanted, strict=True):
         largest = wanted.abs().amax(1)
@@ -119,7 +119,7 @@ def _numbers(part: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def test_infinities_and_nans_arrive() -> None:
-    """In every format: an infinite row gives no finite result, an infinite gradient no finite row."""
+    """In every format, an infinite row gives no finite result, and an infinite gradient no finite row."""
     run_ranks(2, not_finite)
 
 
@@ -145,7 +145,7 @@ def not_finite(rank: int, size: int) -> None:
 
 
 def gradients_not_finite(module: Any, part: Any, format: str) -> None:
-    """Of one sample of this rank, if it has one."""
+    """Makes a step with infinite gradients of this rank's first sample, if it has one, and checks the rows."""
     module.load_full(drawn_rows(SPEC))
     results = module.forward_dict(*arguments_of(part))
     bad = torch.zeros(()) if not len(results["sum"]) else (results["sum"][0] * torch.inf).sum()

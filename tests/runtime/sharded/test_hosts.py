@@ -68,7 +68,7 @@ def _finished(run: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def _two_hosts() -> Iterator[list[str]]:
-    """Two namespaces joined by a cable. Skips where the machine does not let us make them."""
+    """Two network namespaces with a virtual cable between them. Skips if the machine does not allow that."""
     if shutil.which("ip") is None:
         pytest.skip(NO_RIGHTS)
     names = [f"ef-host{number}-{os.getpid()}" for number in (0, 1)]
@@ -77,7 +77,7 @@ def _two_hosts() -> Iterator[list[str]]:
         for name in names:
             if not _ip("netns", "add", name):
                 pytest.skip(NO_RIGHTS)
-            stack.callback(_ip, "netns", "del", name)  # its end of the cable, and so the other, goes with it
+            stack.callback(_ip, "netns", "del", name)  # this also removes the cable
         cable = ("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
         if not _ip(*cable):
             pytest.skip(NO_RIGHTS)

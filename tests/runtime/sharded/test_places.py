@@ -1,4 +1,5 @@
-"""Gradients that go point to point: the same bits and bytes as by an all-to-all, whoever has samples and rows."""
+"""Gradients that are sent point to point give the same bits and bytes as an all-to-all, for all placements of rows and
+samples."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def both_ways(rank: int, size: int) -> list[tuple[bool, int]]:
 
 
 def test_a_group_of_some_ranks_sends_point_to_point() -> None:
-    """Its ranks have other numbers than those of the program."""
+    """The group's ranks have other numbers than the program's."""
     for rank, found in enumerate(run_ranks(4, in_a_part)):
         assert rank == 0 or (found[0] and found[1] > 0), (rank, found)
 
@@ -49,7 +50,7 @@ def in_a_part(rank: int, size: int) -> tuple[bool, int]:
 
 
 def _compare(rank: int, group: Any, spec: ef.CollectionSpec, kinds: dict[str, Any]) -> tuple[bool, int]:
-    """Whether rows are the same bits and as many bytes were sent, and how many."""
+    """Whether rows have the same bits and as many bytes were sent, and how many bytes."""
     found: list[tuple[list[Tensor], int]] = []
     usual = vectors.SHORT_BYTES
     for limit in (0, 2**40):

@@ -1,4 +1,4 @@
-"""Pools that ranks ask for: the same bits as pools of all bags, with fewer bytes where bags are empty or equal."""
+"""Exchanging only different pools gives the bits of exchanging all, with fewer bytes if bags are empty or equal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEPS = 3
 
 
 class Ran(NamedTuple):
-    """What a rank saw."""
+    """The observations of one rank."""
 
     results: list[Tensor]
     rows: list[Tensor]
@@ -47,7 +47,7 @@ class Ran(NamedTuple):
 
 
 def batch_of(rank: int, step: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Bags of up to `most` ids, in number another on every rank; a few ids are no rows."""
+    """A batch with bags of up to `most` ids, of a different size on every rank; a few ids are no rows."""
     rng = np.random.default_rng([rank, step, most])
     size = (60, 35, 0, 50)[(rank + step) % 4]
     lengths = rng.integers(0, most + 1, len(SPEC.features) * size)
@@ -81,10 +81,10 @@ def trained(rank: int, size: int, kinds: dict[str, Any], pools: str, most: int, 
 
 
 class Compared(NamedTuple):
-    """Pools that were asked for, beside those of all bags."""
+    """A training with requested pools and one with all pools: their byte counters, and whether they agree."""
 
     same: bool
-    """Results and rows, bit by bit."""
+    """Whether results and rows have the same bits."""
     asked: dict[str, int]
     every: dict[str, int]
 
@@ -95,7 +95,7 @@ def compare(one: Ran, other: Ran) -> Compared:
 
 
 def _bits(numbers: Tensor) -> Tensor:
-    """So that -0 and 0 differ."""
+    """The bits of a tensor, in which -0 and 0 differ."""
     return numbers.contiguous().view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The operators of SparseOperationKit over ranks, and what a training loop does with a sharded module beside steps."""
+"""The operators modelled on SparseOperationKit, and what a training loop does with a sharded module between steps."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ FUSED = CollectionSpec(
 
 
 def test_sparse_pools_are_those_of_an_unsharded_collection() -> None:
-    """Tables of equal width are one table inside; reduce-scatter and all-gather of unequal batches; gradients of
-    weights."""
+    """Tables of equal width are fused to one. This tests reduce-scatter and all-gather of unequal batches, and the
+    gradients of weights."""
     for counters in run_ranks(3, sparse):
         assert set(counters) >= {"header", "ids", "vectors", "gradients", "weight_gradients"}
 
@@ -150,7 +150,7 @@ def _load(module: Any, rows: dict[str, Tensor]) -> None:
 
 
 def _of_rank(spec: CollectionSpec, numbers: Tensor, lengths: Tensor, sizes: list[int], rank: int) -> Tensor:
-    """What a rank has of numbers of all ids."""
+    """A rank's part of a tensor with numbers for all ids."""
     begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
     of_features = numbers.split(lengths.sum(1).tolist())
     parts = zip(of_features, lengths, strict=True)
@@ -243,11 +243,11 @@ MIXED = Training(
     (("t0", "modulo"), ("t1", "data_parallel"), ("t2", "column_wise"), ("t3", "table_wise")),
     RULES["adam"],
 )
-"""All parts that a module may have: rows of others and its own replicas."""
+"""A module with all parts that it may have: sharded tables and replicas."""
 
 
 class Pair:
-    """A sharded module beside an unsharded one that sees the samples of all ranks."""
+    """A sharded module, and an unsharded one that gets the samples of all ranks."""
 
     def __init__(self, rank: int, size: int, training: Training = MIXED, **options: Any) -> None:
         accumulate = options.get("accumulate", False)
@@ -259,7 +259,7 @@ class Pair:
         self.module = sharded_module(training, size, **options)
 
     def backward(self, step: int, scale: Callable[[Tensor, bool], Tensor] = lambda loss, sharded: loss) -> None:
-        """One forward and backward of both; `scale` may change their losses."""
+        """Runs a forward and a backward of both modules; `scale` may change their losses."""
         spec = self.training.spec
         whole = whole_batch(spec, step)
         part = part_of(spec, whole, sizes_of(self.size, step), self.rank)
@@ -267,7 +267,7 @@ class Pair:
         scale(loss_of(part, self.module.forward_dict(*arguments_of(part))), True).backward()
 
     def check(self, what: str) -> None:
-        """Rows are the same."""
+        """Whether the rows of both modules are the same."""
         for table in self.training.spec.tables:
             torch.testing.assert_close(
                 self.module.full(table.name), self.plain.weight(table.name).detach(), **CLOSE,
@@ -323,7 +323,7 @@ def averages(rank: int, size: int) -> None:
 
 
 def freezes(rank: int, size: int) -> None:
-    """Frozen rows stay; what is trained again goes on as if all ranks had counted all steps."""
+    """Frozen rows do not change. Tables that are trained again continue as if all ranks had counted all steps."""
     pair = Pair(rank, size)
     for frozen in (("t0", "t1"), ("t2", "t3"), ("t0", "t1", "t2"), ("t1",)):
         before = {table.name: pair.module.full(table.name) for table in MIXED.spec.tables}
@@ -338,7 +338,7 @@ def freezes(rank: int, size: int) -> None:
 
 
 def schedules(rank: int, size: int) -> None:
-    """A torch scheduler on the one optimizer acts on all parts."""
+    """A torch scheduler of the module's one optimizer affects all parts."""
     pair = Pair(rank, size)
     assert pair.plain.optimizer is not None and pair.module.optimizer is not None
     schedulers = [torch.optim.lr_scheduler.StepLR(m.optimizer, 1, 0.25) for m in (pair.plain, pair.module)]
@@ -351,7 +351,7 @@ def schedules(rank: int, size: int) -> None:
 
 
 def skips_what_is_not_finite(rank: int, size: int) -> None:
-    """One rank's gradient is infinite: no rank updates, and every rank's scale backs off."""
+    """If one rank's gradient is infinite, no rank updates, and every rank's scale is reduced."""
     pair = Pair(rank, size)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
     for module, scaler in zip((pair.plain, pair.module), scalers, strict=True):
@@ -374,7 +374,7 @@ def skips_what_is_not_finite(rank: int, size: int) -> None:
 
 
 def evaluates(rank: int, size: int) -> None:
-    """Without gradients: results are the same, nothing waits for a backward, nothing is updated."""
+    """Without gradients, results are the same, nothing is kept for a backward, and nothing is updated."""
     pair = Pair(rank, size)
     part = part_of(MIXED.spec, whole_batch(MIXED.spec, 0), sizes_of(size, 0), rank)
     with torch.no_grad():
@@ -391,7 +391,7 @@ def evaluates(rank: int, size: int) -> None:
 
 
 def reloads(rank: int, size: int) -> None:
-    """Whole tables of one plan are those of another; a module cannot be copied away from its ranks."""
+    """Whole tables can be moved from one plan to another; a module cannot be copied away from its ranks."""
     pair = Pair(rank, size)
     pair.backward(0)
     other = sharded_module(one_kind_of(MIXED, "block"), size)
@@ -411,7 +411,7 @@ def one_kind_of(training: Training, kind: str) -> Training:
 
 
 def test_a_process_alone_needs_no_group() -> None:
-    """Without torch.distributed a module is one rank."""
+    """Without torch.distributed, a sharded module is one rank."""
     training = one_kind("modulo")
     module = sharded_module(training, 1)
     whole = whole_batch(training.spec, 0)

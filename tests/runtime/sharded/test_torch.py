@@ -14,7 +14,7 @@ def test_wrappers_leave_shards_alone_and_train_as_one_process() -> None:
         assert found["fsdp"] == found["whole fsdp"] == (True, 6)
         assert found["join"]
         same, graphs = found["compile"]
-        assert same and graphs >= 2  # one before the call of the module, one behind it
+        assert same and graphs >= 2  # one before the call of the module, one after it
 
 
 def test_wrappers_around_a_collection_that_trains_its_own_rows() -> None:
@@ -70,7 +70,7 @@ def test_state_dicts_hold_shards_and_resume_bit_for_bit(tmp_path: Path) -> None:
             "weight",
             "s",
             "name",
-        }  # without what ranks tell each other of rows whose columns they share
+        }  # without what ranks exchange about rows whose columns they share
 
 
 def test_moves_and_copies_are_refused_and_casts_ignored() -> None:

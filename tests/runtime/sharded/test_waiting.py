@@ -1,4 +1,4 @@
-"""How a rank waits: it asks for a while, gives way meanwhile, and always hears what a collective has to say."""
+"""How a rank waits for a collective: it polls for a while and yields the CPU, then sleeps; it always sees errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embforge.sharded.exchange.waiting import SHORT_BYTES, wait
 
 
 class Work:
-    """A collective that is done once it was asked so often; None: never."""
+    """A collective that is done after it was polled this many times; never if None."""
 
     def __init__(self, after: int | None, error: Exception | None = None) -> None:
         self.after, self.error = after, error
@@ -29,7 +29,7 @@ class Work:
 
 
 class Clock:
-    """A clock that moves on by `step` seconds each time it is read."""
+    """A clock that advances by `step` seconds each time it is read."""
 
     def __init__(self, step: float = 0.0) -> None:
         self.now, self.step = 0.0, step
@@ -41,7 +41,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What `wait` reads; it stands still unless a test says otherwise."""
+    """The clock that `wait` reads; it does not advance unless a test says otherwise."""
     made = Clock()
     monkeypatch.setattr(waiting, "perf_counter", made)
     return made

@@ -1,4 +1,4 @@
-"""Recordings of real modules: what is seen, what is not, and that nothing of it is left behind."""
+"""Recordings of real modules: which calls they record, which not, and that they leave no trace on a module."""
 
 from __future__ import annotations
 

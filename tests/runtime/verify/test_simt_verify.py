@@ -22,9 +22,10 @@ from embforge.verify.pairwise import covering
 from embforge.verify.probes import Probe, few_probes_of
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
-"""One of each kind: least shared memory, 16-byte loads, hardware fp8, 32-byte loads, fewer threads a multiprocessor."""
+"""One architecture of each kind: least shared memory, 16-byte loads, hardware fp8, 32-byte loads, fewer threads per
+multiprocessor."""
 CHUNKS = {"dlrm": 16, "llm_vocab": 8, "mixed": 8}
-"""Tests that a spec's plans are divided among, so that workers of pytest-xdist have equal parts."""
+"""The number of tests among which a spec's plans are divided, so that workers of pytest-xdist have equal work."""
 ALWAYS = {"dlrm": 1, "llm_vocab": 0, "mixed": 0}
 """How many of these every run of the tests has; the others, whose images take seconds to compile, are for the soak."""
 
@@ -40,7 +41,7 @@ def check(plans: list[Plan], name: str, seed: int) -> None:
 
 
 def covering_plans(name: str) -> list[Plan]:
-    """Plans in which any two choices of any two fields meet, the architecture and the type of ids among the fields."""
+    """Plans in which any two choices of any two fields occur together; architecture and type of ids count as fields."""
     choices = {field.name: field.metadata["choices"] for field in fields(CudaParams)}
     plans = [Plan("forward", "simt", DEFAULT_ARCH, "int64", load_spec(name), CudaParams())]
     for row in covering(choices | {"id_dtype": ID_DTYPES, "arch": ARCHS}):
@@ -87,7 +88,7 @@ def test_verify_counts_plans_and_tells_what_it_does(monkeypatch: pytest.MonkeyPa
     stages = ["building kernels", "drawing tables", "computing the reference", "running kernels"]
     assert list(dict.fromkeys(told)) == stages
     few = next(row for row in report.rows if "split" in row.check)
-    assert few.cases == 5 + 2 * 2  # a schedule a plan, and two more of the default one with either id type
+    assert few.cases == 5 + 2 * 2  # one schedule per plan, and two more of the default one with either id type
     assert any(row.check.startswith("torch.nn.EmbeddingBag") for row in report.rows)
 
 
@@ -107,7 +108,7 @@ def test_verify_of_one_plan_runs_everything() -> None:
 
 @pytest.fixture
 def buggy(monkeypatch: pytest.MonkeyPatch) -> VerifyReport:
-    """A kernel that is caught in every run of more than 50 samples."""
+    """A kernel with a bug that is found in every run of more than 50 samples."""
     run = SimtForward.run
 
     def caught(self: SimtForward, *arguments: object) -> object:

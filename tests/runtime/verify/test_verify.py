@@ -1,4 +1,4 @@
-"""verify itself: it passes what is right, finds what is wrong and says where; its covering sets cover."""
+"""`verify` passes right kernels, finds wrong results and names their place; its covering sets have every pair."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ FEW_BUCKETS = CollectionSpec(
     ],
     name="fields",
 )
-"""A kernel for each of dozens of plans is compiled from it."""
+"""A small spec: kernels for dozens of plans are compiled from it."""
 
 
 def test_every_plan_field_on_the_cpu_passes() -> None:
-    """Bit-equal to the reference whatever two fields say, with one thread and two; and near torch."""
+    """For any two choices of two fields, with one thread and two, results have the reference's bits and are near
+    torch's."""
     report = verify(FEW_BUCKETS, on="cpu", batch_sizes=(1, 7, 48))
     rows = report.rows
     assert report.passed and report.plans > 24 and report.left_out == 0
@@ -88,7 +89,7 @@ def test_a_wrong_row_of_a_sequence_is_named() -> None:
 
 
 class Lying(reference.ReferenceForward):
-    """Right but for one number."""
+    """A kernel whose results are right but for one number."""
 
     def __call__(self, metadata: Any, tables: Any, batch: Any, elements: int, bounds_check: str) -> Any:
         pooled, sequence = super().__call__(metadata, tables, batch, elements, bounds_check)
@@ -109,7 +110,7 @@ def test_a_wrong_number_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Raising(reference.ReferenceForward):
-    """Takes a batch of seven for a wrong one."""
+    """A kernel that refuses batches of seven samples."""
 
     def __call__(self, metadata: Any, tables: Any, batch: Any, elements: int, bounds_check: str) -> Any:
         if batch.batch == 7:
@@ -241,7 +242,7 @@ def test_tables_have_their_layout_with_poison_between_rows() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.soak), "dlrm"])
 def test_example_specs_pass(name: str) -> None:
-    """The specs that ship pass what they tell their readers to run, but for the size of their tables."""
+    """The specs that are shipped pass what their comments tell readers to run, here with smaller tables."""
     spec = load_spec(name)
     spec = replace(spec, tables=tuple(replace(t, num_embeddings=min(t.num_embeddings, 2000)) for t in spec.tables))
     rows = verify(spec, on="cpu", params=[CpuParams()], batch_sizes=(1, 16), threads=(2,)).rows

@@ -42,7 +42,7 @@ class RecordedLengths:
 
 
 @dataclass(frozen=True, eq=False)
-class Observed:
+class ObservedLengths:
     """Lengths drawn from those that were recorded, each as likely as it was frequent."""
 
     seen: Ints
@@ -52,7 +52,7 @@ class Observed:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class RecordedBatch:
     """The part of a trace that makes one batch: bag lengths, ids and weights of its samples, feature-major."""
 
     size: int
@@ -76,7 +76,7 @@ def _load(path: str, stamp: Any) -> Trace:
     return read_trace(Path(path))
 
 
-def fitting(path: str, spec: CollectionSpec) -> tuple[Trace, list[int]]:
+def matched_trace(path: str, spec: CollectionSpec) -> tuple[Trace, list[int]]:
     """The trace in a file, and for each feature of the spec the index of the trace's feature that it takes ids from.
 
     Features are matched by name if both have the same names, otherwise by position. `WorkloadError` if the trace does
@@ -93,19 +93,19 @@ def fitting(path: str, spec: CollectionSpec) -> tuple[Trace, list[int]]:
     return trace, [trace.features.index(name) if same else index for index, name in enumerate(names)]
 
 
-def recorded_lengths(path: str, spec: CollectionSpec) -> list[Observed]:
+def recorded_lengths(path: str, spec: CollectionSpec) -> list[ObservedLengths]:
     """For each feature of the spec: the bag lengths that were recorded, as a law to draw from."""
-    trace, order = fitting(path, spec)
+    trace, order = matched_trace(path, spec)
     _check_samples(path, trace)
-    return [Observed(trace.lengths_of(index)) for index in order]
+    return [ObservedLengths(trace.lengths_of(index)) for index in order]
 
 
-def recorded_batch(path: str, spec: CollectionSpec, batch: int | None, number: int) -> Cut:
+def recorded_batch(path: str, spec: CollectionSpec, batch: int | None, number: int) -> RecordedBatch:
     """The `number`-th batch of a trace, from 0; the first follows the last.
 
     With `batch` None these are the recorded batches, otherwise batches of `batch` samples in the recorded order.
     """
-    trace, order = fitting(path, spec)
+    trace, order = matched_trace(path, spec)
     _check_numbers(path, spec, trace, order)
     if batch is None:
         at = number % len(trace)
@@ -124,13 +124,13 @@ def recorded_batch(path: str, spec: CollectionSpec, batch: int | None, number: i
                 weights.append(trace.weights[where])
     size = sum(end - begin for _, begin, end in pieces)
     weighted = None if trace.weights is None else np.concatenate(weights)
-    return Cut(size, np.concatenate(lengths), np.concatenate(values), weighted)
+    return RecordedBatch(size, np.concatenate(lengths), np.concatenate(values), weighted)
 
 
 def recorded_skew(path: str, spec: CollectionSpec) -> float | None:
     """The exponent of Zipf's law that asks for as many distinct rows as the trace: the mean over features, weighted by
     their numbers of ids. None if the trace has no ids."""
-    trace, order = fitting(path, spec)
+    trace, order = matched_trace(path, spec)
     fits, sizes = [], []
     for feature, index in zip(spec.features, order, strict=True):
         ids, rows = trace.ids_of(index), spec.table(feature.table).num_embeddings

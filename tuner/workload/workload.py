@@ -166,11 +166,11 @@ def traffic(spec: CollectionSpec, workload: Workload) -> Traffic:
 
 
 def _recorded(spec: CollectionSpec, ids: Recorded, size: int | None, seed: int, id_dtype: str) -> Batch:
-    cut = recorded_batch(ids.path, spec, size, seed)
+    recorded = recorded_batch(ids.path, spec, size, seed)
     weights = None
     if _is_weighted(spec):
-        weights = np.ones(cut.values.size, np.float32) if cut.weights is None else cut.weights
-    return Batch(cut.size, cut.values.astype(id_dtype), _offsets(cut.lengths).astype(id_dtype), weights)
+        weights = np.ones(recorded.values.size, np.float32) if recorded.weights is None else recorded.weights
+    return Batch(recorded.size, recorded.values.astype(id_dtype), _offsets(recorded.lengths).astype(id_dtype), weights)
 
 
 def _length_laws(spec: CollectionSpec, workload: Workload) -> Sequence[LengthLaw]:

@@ -1,4 +1,4 @@
-"""Kernels for this process: found on disk, or compiled now, which a line on stderr says."""
+"""Gets kernels for this process: finds them on disk, or compiles them and prints a line on stderr."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from embforge.codegen.plan import Plan
 P = TypeVar("P", bound=KernelPlan)
 
 
-def build_here(plan: P, kernels: str | None, beside: Callable[[], Iterable[Plan]] = tuple) -> Built[P]:
-    """As `build`; if the compiler has to run, stderr says so, because a call then takes seconds and not microseconds.
+def build_here(plan: P, kernels: str | None, also_needed: Callable[[], Iterable[Plan]] = tuple) -> Built[P]:
+    """Does what `build` does, and prints a line on stderr if the compiler has to run, because the call then takes
+    seconds instead of microseconds.
 
-    However many processes want the kernel at once, only the one that compiles it says so. `EMBFORGE_QUIET=1` turns
-    the line off.
+    If several processes need the kernel at the same time, only the one that compiles it prints the line.
+    `EMBFORGE_QUIET=1` turns the line off. `also_needed` returns the plans whose kernels the caller will need too.
     """
     return build(
         plan,
         kernels=Path(kernels) if kernels else None,
-        on_compile=None if switched_on("EMBFORGE_QUIET", default=False) else _say,
-        beside=beside,
+        on_compile=None if switched_on("EMBFORGE_QUIET", default=False) else _report,
+        beside=also_needed,
     )
 
 
-def _say(uri: str) -> None:
+def _report(uri: str) -> None:
     print(f"embforge: compiling {uri} (takes seconds, once: the cache keeps it) ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""From a program's text to a kernel that can be called."""
+"""Makes a kernel that can be called from the text of a program, and says how each kind of kernel is called."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import Tensor
 from embforge.codegen.plan import Plan
 from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients, TrainResult
-from embforge.launch.grouped import GroupedUpdate, parts_of
+from embforge.launch.grouped import GroupedUpdate, rule_parts
 from embforge.launch.launchers import launchers_of
 from embforge.launch.metadata import Metadata
 
 
 @dataclass(frozen=True)
 class Program:
-    """A plan, and the directory whose kernels to prefer (what `embforge gen` emitted), if any."""
+    """A plan, and the directory whose kernels are preferred (one that `embforge gen` wrote), if there is one."""
 
     plan: Plan
     kernels: str | None = None
 
     @cached_property
     def text(self) -> str:
-        """Rebuilds the program in a fresh process: the directory's line, then the plan's canonical text."""
+        """A text from which a new process rebuilds the program: a line with the directory, then the plan's canonical
+        text."""
         return f"{self.kernels or ''}\n{self.plan.text}"
 
     @classmethod
@@ -36,44 +37,45 @@ class Program:
 
 
 class Kernel(Protocol):
-    """A plan's forward (op "forward"), whatever runs it."""
+    """The forward of a plan (op "forward"), on any backend."""
 
     plan: Plan
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Pooled output, and the flat rows of `none` features if the spec has any."""
+        """Returns the pooled output, and the flat rows of `none` features if the spec has any."""
 
     def check(self) -> None:
         """Raises the error that an earlier call left pending, if any."""
 
 
 class TrainKernel(Protocol):
-    """A plan's forward whose backward will come (op "forward_train"), whatever runs it."""
+    """The training forward of a plan (op "forward_train"), which keeps what its backward needs, on any backend."""
 
     plan: Plan
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> TrainResult:
-        """Pooled output, rows of `none` features, divisors and winners, None for what the spec has no feature of."""
+        """Returns pooled output, rows of `none` features, divisors and winners; each of the last three is None if no
+        feature of the spec has it."""
 
     def check(self) -> None:
         """Raises the error that an earlier call left pending, if any."""
 
 
 class ResolveKernel(Protocol):
-    """A plan's step that turns ids into rows (op "resolve"), whatever runs it."""
+    """The step of a plan that turns ids into rows (op "resolve"), on any backend."""
 
     plan: Plan
 
     def __call__(self, metadata: Metadata, remaps: Sequence[Tensor], batch: Batch) -> Tensor:
-        """The batch's values with rows in the place of the ids of remapped tables.
+        """Returns the values of the batch with the ids of remapped tables replaced by rows.
 
-        `remaps`: those of the tables that have one, in order; `metadata` is of `remap_metadata_of`. Ids without a row
-        become -1. What an unknown id becomes no lookup takes for a row, so that its checks find it, see
-        codegen/remap.py.
+        `remaps` are the remaps of the tables that have one, in the order of tables; `metadata` comes from
+        `remap_metadata_of`. Ids without a row become -1. An unknown id becomes a number that no lookup takes for a row,
+        so that the checks of the lookup find it: see codegen/remap.py.
         """
 
     def check(self) -> None:
@@ -81,71 +83,77 @@ class ResolveKernel(Protocol):
 
 
 class ReduceKernel(Protocol):
-    """A plan's gradients of rows (op "reduce"), whatever runs it."""
+    """The kernel that computes the gradients of rows (op "reduce"), on any backend."""
 
     plan: Plan
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
     ) -> list[tuple[Tensor, Tensor]]:
-        """The rows of every table that occur, in order, and the sums of their gradients."""
+        """Returns, for every table, the rows that occur in the batch, in ascending order, and the sums of their
+        gradients."""
 
     def check(self) -> None:
         """Raises the error that an earlier call left pending, if any."""
 
 
 class WeightGradientKernel(Protocol):
-    """A plan's gradients of per-sample weights (op "weight_gradient"), whatever runs it."""
+    """The kernel that computes the gradients of per-sample weights (op "weight_gradient"), on any backend."""
 
     plan: Plan
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
     ) -> Tensor:
-        """fp32, one number per id."""
+        """Returns one fp32 number per id."""
 
     def check(self) -> None:
         """Raises the error that an earlier call left pending, if any."""
 
 
-def kernel_of(program: str, beside: Sequence[str] = ()) -> Any:
-    """The program's kernel, built and loaded on first use: `Kernel`, `TrainKernel`, `UpdateKernel`, `ReduceKernel` or
-    `WeightGradientKernel`, as its plan's op says, which a type checker cannot know: callers annotate what they get.
+def kernel_of(program: str, also_needed: Sequence[str] = ()) -> Any:
+    """The kernel of a program, built and loaded on first use.
 
-    Raises `MissingKernelError`, `CompileError` or `ToolchainError`. `beside`: programs that the caller will run too,
-    the first of which is of its own spec; the first of these errors names them as well where they are missing.
+    The op of its plan decides whether it is a `Kernel`, `TrainKernel`, `UpdateKernel`, `ResolveKernel`, `ReduceKernel`
+    or `WeightGradientKernel`. A type checker cannot know that, so callers annotate what they get.
+
+    Raises `MissingKernelError`, `CompileError` or `ToolchainError`. `also_needed` are programs that the caller will run
+    too, the first of them for the spec of this program: a `MissingKernelError` also names the kernels of these programs
+    that are missing.
     """
     kernel = _LOADED.get(program)
-    return kernel if kernel is not None else _LOADED.setdefault(program, load_kernel(program, beside))
+    return kernel if kernel is not None else _LOADED.setdefault(program, load_kernel(program, also_needed))
 
 
 def loaded_kernel(program: str) -> Any:
-    """The program's kernel if anybody has called it yet, else None."""
+    """The kernel of a program if it has been loaded already, otherwise None."""
     return _LOADED.get(program)
 
 
 _LOADED: dict[str, Any] = {}
-"""A cache: a program's text decides its kernel. Never emptied, because captured graphs point into loaded code."""
+"""Loaded kernels by the text of their program, which determines them. Never emptied, because captured graphs point into
+loaded code."""
 
 
-def load_kernel(program: str, beside: Sequence[str] = ()) -> Any:
-    """As `kernel_of`, a new object at every call: its work space and results are its own, and go with it.
+def load_kernel(program: str, also_needed: Sequence[str] = ()) -> Any:
+    """Does what `kernel_of` does, but returns a new object at every call. The object owns its work space and results,
+    which are freed with it.
 
-    The kernels of a program that is several are those of `kernel_of`, which may be shared.
+    If the program has several kernels, they come from `kernel_of` and may be shared.
     """
-    parts = parts_of(program)
+    parts = rule_parts(program)
     if parts:
-        return GroupedUpdate(parts, [kernel_of(part.program, beside) for part in parts])
+        return GroupedUpdate(parts, [kernel_of(part.program, also_needed) for part in parts])
     parsed = Program.from_text(program)
     plan = parsed.plan
-    others = partial(_plans_of, tuple(filter(None, beside)))
+    others = partial(_plans_of, tuple(filter(None, also_needed)))
     return launchers_of(plan.target).kernels[plan.op](plan, parsed.kernels, others)
 
 
 def _plans_of(programs: Sequence[str]) -> list[Plan]:
-    """The plans of the kernels that programs run: one, or one per rule."""
+    """The plans of the kernels that the programs run: one per program, or one per rule of a grouped update."""
     return [
         Program.from_text(text).plan
         for program in programs
-        for text in [part.program for part in parts_of(program)] or [program]
+        for text in [part.program for part in rule_parts(program)] or [program]
     ]

@@ -1,4 +1,5 @@
-"""What runs each target's kernels. The only place that knows the classes of all backends, imported on first use."""
+"""The table of the classes that run the kernels of each target. Only this file knows the classes of all backends; it
+imports them on first use."""
 
 from __future__ import annotations
 
@@ -16,49 +17,51 @@ from embforge.launch.stage_calls import Stages
 
 P = TypeVar("P", bound=KernelPlan)
 K = TypeVar("K")
-Beside = Callable[[], Iterable[Plan]]
-"""The plans whose kernels the caller will run too, and which an error names where they are missing."""
-Load = Callable[[P, str | None, Beside], K]
-"""Builds a plan's kernel, with those of a directory preferred, and loads it. Raises what `build` raises."""
+AlsoNeeded = Callable[[], Iterable[Plan]]
+"""Returns the plans whose kernels the caller will need too. The error about a missing kernel names those of them that
+are missing, too."""
+Load = Callable[[P, str | None, AlsoNeeded], K]
+"""Builds the kernel of a plan, or takes it from a directory, and loads it. Raises what `build` raises."""
 
 
 @dataclass(frozen=True)
 class Launchers:
-    """How a target's kernels are loaded."""
+    """How the kernels of a target are loaded."""
 
     kernels: Mapping[str, Load[Plan, object]]
-    """By op: `Kernel`, `TrainKernel`, `UpdateKernel`, `ResolveKernel`, ..."""
+    """What loads the kernel of each op: a `Kernel`, `TrainKernel`, `UpdateKernel`, `ResolveKernel`, ..."""
     stages: Load[StagePlan, Stages]
+    """What loads the library of stages."""
 
 
 def launchers_of(target: str) -> Launchers:
-    """The target's launchers. `PlanError` for a target that is not known."""
+    """The launchers of a target. Raises `PlanError` if there is no such target."""
     return LAUNCHERS[target_named(target).name]()
 
 
 def _from_library(kind: Callable[[P, Path], K]) -> Load[P, K]:
-    """A launcher that loads a shared library by its path."""
+    """How to load a kernel whose class takes the path of a shared library."""
 
-    def load(plan: P, kernels: str | None, beside: Beside) -> K:
-        built = build_here(plan, kernels, beside)
+    def load(plan: P, kernels: str | None, also_needed: AlsoNeeded) -> K:
+        built = build_here(plan, kernels, also_needed)
         return kind(built.plan, built.binary)
 
     return load
 
 
 def _from_code(kind: Callable[[P, bytes], K]) -> Load[P, K]:
-    """A launcher that hands code to a driver."""
+    """How to load a kernel whose class takes the bytes of a binary, for a driver."""
 
-    def load(plan: P, kernels: str | None, beside: Beside) -> K:
-        built = build_here(plan, kernels, beside)
+    def load(plan: P, kernels: str | None, also_needed: AlsoNeeded) -> K:
+        built = build_here(plan, kernels, also_needed)
         return kind(built.plan, built.binary.read_bytes())
 
     return load
 
 
 def _from_nothing(kind: Callable[[P], K]) -> Load[P, K]:
-    """A launcher of what needs no generated code."""
-    return lambda plan, kernels, beside: kind(plan)
+    """How to load a kernel that needs no generated code."""
+    return lambda plan, kernels, also_needed: kind(plan)
 
 
 def _cpu() -> Launchers:
@@ -144,4 +147,4 @@ LAUNCHERS: dict[str, Callable[[], Launchers]] = {
     "simt": _simt,
     "reference": _reference,
 }
-"""By target."""
+"""The launchers by the name of their target. The classes of a target are imported when its function is called."""

@@ -1,4 +1,4 @@
-"""What kernels know of the tables: one int64 tensor, made anew only when storage moves."""
+"""What kernels know about the tables: one int64 tensor, which is made again only when storage moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.spec import CollectionSpec
 
 UNCHECKED_ROWS = -1
-"""As an unsigned number no id reaches it."""
+"""The number of rows of a table whose ids are not checked. As an unsigned number it is larger than every id."""
 FIRST_CALL = (
     "the first call with these tables, this device, bounds_check and kind of batch copies addresses to the device and "
     "loads kernels, which a graph capture does not allow; call the module once before capturing"
@@ -23,28 +23,31 @@ FIRST_CALL = (
 """Why a call is refused while a CUDA graph is captured."""
 
 
-# Named once: every dot in the path to a function is a look-up, and small calls are counted in microseconds.
+# Looked up once, because every dot in the path to a function is a look-up and small calls take microseconds.
 _address, _size = Tensor.data_ptr, Tensor.numel
 
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
-    """`words`: int64 `[tables, METADATA_WORDS]` (a backward's: `UPDATE_METADATA_WORDS`) on the tables' device.
+    """The metadata array of a kernel.
 
-    Equal only to itself, so that what is made from it can be kept for it.
+    An instance is equal only to itself, so that it can be a key for what is made from it.
     """
 
     words: Tensor
+    """int64 `[tables, METADATA_WORDS]`, or `[tables, UPDATE_METADATA_WORDS]` for a backward, on the tables' device."""
     pointer: int
+    """The address of `words`."""
 
 
-def places_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Addresses and sizes: what tells that a table is not where, or what, it was."""
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The addresses and sizes of tensors. They change when a tensor is moved or replaced."""
     return [*map(_address, tensors), *map(_size, tensors)]
 
 
 def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:
-    """The metadata of tables as they lie now. Equal facts give the same object, without a copy to the device."""
+    """The metadata of tables at their present addresses. The same facts give the same object, without another copy to
+    the device."""
     checked = bounds_check != "unchecked"
     facts = tuple((t.data_ptr(), t.shape[0] if checked else UNCHECKED_ROWS) for t in tables)
     return _metadata(facts, tables[0].device)
@@ -53,7 +56,7 @@ def metadata_of(tables: Sequence[Tensor], bounds_check: str) -> Metadata:
 def update_metadata_of(
     tables: Sequence[Tensor], states: Sequence[Tensor], trainable: Sequence[bool], bounds_check: str
 ) -> Metadata:
-    """The metadata of a backward: `UPDATE_METADATA_WORDS` a table."""
+    """The metadata of a backward: `UPDATE_METADATA_WORDS` per table."""
     assert UPDATE_METADATA_WORDS == ("address", "rows", "state", "trainable")
     checked = bounds_check != "unchecked"
     facts = tuple(
@@ -64,15 +67,15 @@ def update_metadata_of(
 
 
 def check_remaps(spec: CollectionSpec, remaps: Sequence[Tensor], device: torch.device) -> None:
-    """ValueError for what a kernel could not read in the place of a remap's entries."""
+    """Raises ValueError if a kernel cannot read the entries of a remap by pointer."""
     remapped = [table for table in spec.tables if not table.ids_are_rows]
     for table, entries in zip(remapped, remaps, strict=True):
-        lies = entries.is_contiguous() and not entries.is_neg() and entries.device == device
-        if entries.dtype != torch.int64 or entries.shape != (table.remap,) or not lies:
+        readable = entries.is_contiguous() and not entries.is_neg() and entries.device == device
+        if entries.dtype != torch.int64 or entries.shape != (table.remap,) or not readable:
             raise ValueError(
-                f"remap of table {table.name!r}: {entries.dtype} {tuple(entries.shape)} on {entries.device} stands in "
-                f"its place; its kernel needs a contiguous torch.int64 tensor of shape ({table.remap},) on {device}: "
-                "use set_remap(name, entries)"
+                f"remap of table {table.name!r}: its storage was replaced by {entries.dtype} {tuple(entries.shape)} on "
+                f"{entries.device}; its kernel needs a contiguous torch.int64 tensor of shape ({table.remap},) on "
+                f"{device}: use set_remap(name, entries)"
             )
 
 
@@ -88,8 +91,8 @@ def remap_metadata_of(spec: CollectionSpec, remaps: Sequence[Tensor]) -> Metadat
 
 
 @lru_cache(maxsize=256)
-def frozen_beside(metadata: Metadata, tables: tuple[int, ...]) -> Metadata:
-    """The metadata of a backward that trains none but these tables, and of them those that `metadata` says."""
+def metadata_to_train(metadata: Metadata, tables: tuple[int, ...]) -> Metadata:
+    """The metadata of a backward that trains only these tables, and of these only the ones that `metadata` trains."""
     _refuse_capture(metadata.words.device)
     mask = torch.zeros_like(metadata.words[:, 0])
     mask[list(tables)] = 1
@@ -99,23 +102,24 @@ def frozen_beside(metadata: Metadata, tables: tuple[int, ...]) -> Metadata:
 
 
 def trainable_of(metadata: Metadata) -> tuple[bool, ...]:
-    """Which tables a backward trains."""
+    """Which tables a backward trains, from its metadata."""
     return tuple(bool(word) for word in metadata.words[:, UPDATE_METADATA_WORDS.index("trainable")].tolist())
 
 
 def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:
-    """Refuses tables that do not lie as the layout says, which kernels have compiled in: ValueError with the name."""
-    for placed, table in zip(layout.tables, tables, strict=True):
-        spec = placed.table
+    """Raises ValueError for a table whose dtype, shape or strides are not those of the layout, which are compiled into
+    kernels."""
+    for table_layout, table in zip(layout.tables, tables, strict=True):
+        spec = table_layout.table
         dtype = getattr(torch, DTYPES[spec.dtype].torch_name)
-        strides = (placed.stride_elements, 1)
-        lies = table.dim() == 2 and (table.stride() == strides or table.shape[0] == 1)
+        strides = (table_layout.stride_elements, 1)
+        fits = table.dim() == 2 and (table.stride() == strides or table.shape[0] == 1)
         shape = (spec.num_embeddings, spec.embedding_dim)
-        if table.dtype != dtype or not lies or table.shape != shape or table.is_neg():
-            negated = ", lazily negated," if table.is_neg() else ""
+        if table.dtype != dtype or not fits or table.shape != shape or table.is_neg():
+            negated = ", lazily negated" if table.is_neg() else ""
             raise ValueError(
-                f"table {spec.name!r}: {table.dtype} {tuple(table.shape)} with strides {table.stride()}{negated} "
-                f"stands in its place; its kernel needs {dtype} {shape} with strides {strides}: "
+                f"table {spec.name!r}: its storage was replaced by {table.dtype} {tuple(table.shape)} with strides "
+                f"{table.stride()}{negated}; its kernel needs {dtype} {shape} with strides {strides}: "
                 "copy into module.weight(name) instead of replacing it"
             )
 
@@ -129,7 +133,8 @@ def _metadata(facts: tuple[tuple[int, ...], ...], device: torch.device) -> Metad
 
 
 def _refuse_capture(device: torch.device) -> None:
-    """Metadata that a graph capture made would hold nothing before the graph is replayed."""
+    """Raises RuntimeError while a CUDA graph is captured: metadata made then would be undefined until the graph is
+    replayed."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():

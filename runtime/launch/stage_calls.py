@@ -1,4 +1,4 @@
-"""How stages are called, whatever runs them."""
+"""How stages are called, on every backend."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 from torch import Tensor
 
 Value = Tensor | int | None
-"""An argument of a stage: a tensor stands for its address, None for a null pointer."""
+"""An argument of a stage. A tensor is passed by its address, None as a null pointer."""
 
 
 class Stages(Protocol):
     """A loaded library of stages."""
 
     def run(self, stage: str, **arguments: Value) -> None:
-        """Runs one stage. A batch's mistakes are no exceptions here: `count` writes them down."""
+        """Runs one stage. Mistakes in a batch raise nothing: stage `count` writes them to its argument `mistake`."""

@@ -1,7 +1,8 @@
-"""The stages between ranks, whatever runs them: one call for each, by the names of its arguments.
+"""The stages between ranks, on every backend: one call for each, with arguments by name.
 
-`run("regroup", segments=..., words=..., ...)` takes tensors, whole numbers and None (a null pointer), all results among
-them made by the caller. Arguments are those of `codegen/stages.py`; what a backend needs beside them it finds itself.
+`run("regroup", segments=..., words=..., ...)` takes tensors, whole numbers and None (a null pointer). The caller
+allocates all results and passes them as arguments. The arguments are those of `codegen/stages.py`; a backend gets
+whatever else it needs, such as work space, by itself.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from embforge.launch.stage_calls import Stages
 
 
 def stages_of(plan: StagePlan, kernels: str | None = None) -> Stages:
-    """The plan's stages, built and loaded on first use. Raises what `build` raises."""
+    """The stages of a plan, built and loaded on first use. Raises what `build` raises."""
     key = (plan.text, kernels)
-    found = _LOADED.get(key)
-    if found is None:
-        found = _LOADED.setdefault(key, launchers_of(plan.target).stages(plan, kernels, tuple))
-    return found
+    stages = _LOADED.get(key)
+    if stages is None:
+        stages = _LOADED.setdefault(key, launchers_of(plan.target).stages(plan, kernels, tuple))
+    return stages
 
 
 _LOADED: dict[tuple[str, str | None], Stages] = {}
-"""A cache: a plan's text decides its library."""
+"""Loaded stages by the text of their plan and the directory of kernels, which determine them."""

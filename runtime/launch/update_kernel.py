@@ -1,4 +1,4 @@
-"""What a kernel that updates rows can be asked for, on every backend."""
+"""The interface of a kernel that updates rows, on every backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embforge.launch.metadata import Metadata
 
 
 class UpdateKernel(ABC):
-    """A plan's backward (op "backward")."""
+    """The backward of a plan (op "backward")."""
 
     plan: Plan
 
@@ -32,7 +32,7 @@ class UpdateKernel(ABC):
     ) -> Tensor:
         """Updates rows and states. Returns 0, or infinity if a gradient is not finite and the loss was scaled.
 
-        What is wrong with the batch is found before the first write, also where it concerns frozen tables.
+        Mistakes in the batch are found before the first write, including those in ids of frozen tables.
         """
 
     def follow(
@@ -46,12 +46,13 @@ class UpdateKernel(ABC):
         counters: Tensor,
         bounds_check: str,
     ) -> Tensor:
-        """As a call, where another kernel was just called with this batch, and reports what is wrong with it."""
+        """Updates rows and states after another kernel was called with this batch. That call reports the mistakes in
+        the batch, so this one does not have to."""
         return self(metadata, tables, states, batch, gradients, hyper, counters, bounds_check)
 
     def reserve(self, batch: Batch) -> None:
-        """Sees to the memory that a call with this batch works in: MemoryError if there is none."""
-        return  # where it comes from torch's allocator, the call before has just given back as much
+        """Allocates the work space of a call with this batch. Raises MemoryError if that is not possible."""
+        return  # work space from torch's allocator: the call before has just given back as much
 
     @abstractmethod
     def check(self) -> None:

@@ -1,1 +1,1 @@
-"""Calls of CPU kernels by pointer, on threads of torch."""
+"""Calls of CPU kernels: C functions, called by pointer, on torch's threads."""

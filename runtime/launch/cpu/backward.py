@@ -1,4 +1,4 @@
-"""Calls the C functions of a CPU plan's backward by pointer, on torch's own threads."""
+"""Calls the C functions of a CPU plan's backward by pointer, on torch's threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _CpuGradient:
         self._parallel_for = torch_parallel_for()
 
     def check(self) -> None:
-        """Nothing is ever pending: a bad input raises in the call that has it."""
+        """Does nothing: bad input raises in the call that gets it, so no error is ever pending."""
 
     def _raise(self, status: int, batch: Batch, bounds_check: str) -> None:
         if status == Outcome.TOO_LARGE:
@@ -44,13 +44,14 @@ class _CpuGradient:
             )
         raise_bad_input(self.plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
         raise RuntimeError(
-            f"kernel {self.plan.uri} reported bad input (status {status}) but none was found: was the batch changed "
-            "by another thread during the call? If not, please report this with the batch"
+            f"kernel {self.plan.uri} reported bad input (status {status}), but the batch has none: was it changed by "
+            "another thread during the call? If not, please report this error with the batch"
         )
 
 
 class _CpuSorting(_CpuGradient):
-    """A kernel that sorts ids, for which it needs memory: kept between calls, and lent to one of them at a time."""
+    """A kernel that sorts ids. It keeps the memory for that between calls; one call at a time can use it, and others
+    allocate their own."""
 
     def __init__(self, plan: Plan, library: Path) -> None:
         super().__init__(plan, library)
@@ -59,20 +60,21 @@ class _CpuSorting(_CpuGradient):
         self._free: deque[Tensor] = deque(maxlen=1)  # its pop and append need no lock
 
     def _take(self, batch: Batch, threads: int) -> Tensor:
-        """Memory for one call, which gives it back to `_free`. All that can fail of it is done."""
+        """Returns memory for one call, which appends it to `_free` at its end. Nothing about it can fail later."""
         size = self._bytes_of(batch.batch, batch.values.numel(), threads)
         try:
             kept = self._free.pop()
-        except IndexError:  # the first call, or another thread is at work in it
-            return _block(size)
+        except IndexError:  # this is the first call, or another thread uses the memory
+            return _allocated(size)
         if kept.numel() >= size:
             return kept
-        del kept  # or both would be held at once
-        return _block(size)
+        del kept  # so that the old and the new memory are not held at the same time
+        return _allocated(size)
 
 
 class CpuBackward(_CpuSorting, UpdateKernel):
-    """One plan's loaded backward. Safe to call from several threads at once, if no row is trained by two of them."""
+    """The loaded backward of a plan. Several threads may call it at the same time if no two of them train the same
+    row."""
 
     def __call__(
         self,
@@ -85,17 +87,17 @@ class CpuBackward(_CpuSorting, UpdateKernel):
         counters: Tensor,
         bounds_check: str,
     ) -> Tensor:
-        """Updates rows and states. The verdict: 0, or infinity if a gradient is not finite and the loss was scaled.
+        """Updates rows and states. Returns 0, or infinity if a gradient is not finite and the loss was scaled.
 
-        Raises what `raise_bad_input` raises (for a bad id only if `bounds_check` is "error"), ValueError for a batch
-        too large, MemoryError: all before the first write.
+        Raises what `raise_bad_input` raises (for a bad id only if `bounds_check` is "error"), ValueError if the batch
+        is too large, and MemoryError, always before the first write.
         """
         threads = get_num_threads()
-        verdict = torch.zeros(1, dtype=torch.float32, device="cpu")  # before the first write, as all that can fail
+        verdict = torch.zeros(1, dtype=torch.float32, device="cpu")  # before the first write: it may fail
         workspace = self._take(batch, threads)
         status = self._call(
             self._pack(
-                **read_by(metadata, batch, gradients),
+                **read_arguments(metadata, batch, gradients),
                 hyper=hyper.data_ptr(),
                 counters=counters.data_ptr(),
                 batch=batch.batch,
@@ -115,12 +117,12 @@ class CpuBackward(_CpuSorting, UpdateKernel):
         raise AssertionError
 
     def reserve(self, batch: Batch) -> None:
-        """Another thread's call with this kernel may still take what is laid ready here."""
+        """Allocates the memory of a call with this batch. A call from another thread may still take it."""
         self._free.append(self._take(batch, get_num_threads()))
 
 
 class CpuReduce(_CpuSorting):
-    """One plan's loaded reduction. Safe to call from several threads at once."""
+    """The loaded reduction of a plan. Several threads may call it at the same time."""
 
     def __init__(self, plan: Plan, library: Path) -> None:
         super().__init__(plan, library)
@@ -130,13 +132,16 @@ class CpuReduce(_CpuSorting):
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
     ) -> list[tuple[Tensor, Tensor]]:
-        """For every table the rows that occur, in order, and their gradients `[n, D]`. Raises what a backward does."""
+        """Returns, for every table, the rows that occur in ascending order and their gradients `[n, D]`.
+
+        Raises what `CpuBackward` raises.
+        """
         threads = get_num_threads()
-        counts = torch.zeros(len(self.plan.spec.tables), dtype=torch.int64, device="cpu")
+        counted = torch.zeros(len(self.plan.spec.tables), dtype=torch.int64, device="cpu")
         dims = [table.embedding_dim for table in self.plan.spec.tables]
         workspace = self._take(batch, threads)
-        given = read_by(metadata, batch, gradients) | {
-            "counts": counts.data_ptr(),
+        arguments = read_arguments(metadata, batch, gradients) | {
+            "counts": counted.data_ptr(),
             "batch": batch.batch,
             "num_values": batch.values.numel(),
             "skip_bad_ids": bounds_check != "error",
@@ -144,33 +149,37 @@ class CpuReduce(_CpuSorting):
             "parallel_for": self._parallel_for,
             "threads": threads,
         }
-        status = self._count(self._pack(**given, rows=0, gradients=0))
+        status = self._count(self._pack(**arguments, rows=0, gradients=0))
         if status != OK:
             self._raise(status, batch, bounds_check)
-        found = counts.tolist()
-        elements = [count * dim for count, dim in zip(found, dims, strict=True)]
-        rows = torch.empty(sum(found), dtype=torch.int64, device="cpu")
+        counts = counted.tolist()
+        elements = [count * dim for count, dim in zip(counts, dims, strict=True)]
+        rows = torch.empty(sum(counts), dtype=torch.int64, device="cpu")
         flat = self._gradients.empty(sum(elements))
-        self._call(self._pack(**given, rows=rows.data_ptr(), gradients=flat.data_ptr()))
+        self._call(self._pack(**arguments, rows=rows.data_ptr(), gradients=flat.data_ptr()))
         self._free.append(workspace)
         ends = accumulate(elements)
         return [
             (of_table, flat[end - count : end].view(-1, dim))
-            for of_table, count, end, dim in zip(rows.split(found), elements, ends, dims, strict=True)
+            for of_table, count, end, dim in zip(rows.split(counts), elements, ends, dims, strict=True)
         ]
 
 
 class CpuWeightGradient(_CpuGradient):
-    """One plan's loaded gradient of per-sample weights. Safe to call from several threads at once."""
+    """The loaded kernel of a plan that computes the gradients of per-sample weights. Several threads may call it at the
+    same time."""
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
     ) -> Tensor:
-        """The gradient of every weight, 0 where its feature is not weighted. Raises what `raise_bad_input` raises."""
+        """Returns the gradient of every weight, 0 where the feature is not weighted.
+
+        Raises what `raise_bad_input` raises.
+        """
         result = torch.empty(batch.values.numel(), dtype=torch.float32, device="cpu")
         status = self._call(
             self._pack(
-                **read_by(metadata, batch, gradients),
+                **read_arguments(metadata, batch, gradients),
                 weight_gradient=result.data_ptr(),
                 batch=batch.batch,
                 num_values=batch.values.numel(),
@@ -183,8 +192,8 @@ class CpuWeightGradient(_CpuGradient):
         return result
 
 
-def read_by(metadata: Metadata, batch: Batch, gradients: Gradients) -> dict[str, int]:
-    """What every kernel of a backward reads, as words by the names of arguments."""
+def read_arguments(metadata: Metadata, batch: Batch, gradients: Gradients) -> dict[str, int]:
+    """The arguments that every kernel of a backward reads, by name, as words."""
     values, offsets, weights, _, _ = batch
     pooled, sequence, divisors, winners = gradients
     return {
@@ -199,11 +208,13 @@ def read_by(metadata: Metadata, batch: Batch, gradients: Gradients) -> dict[str,
     }
 
 
-def _block(size: int) -> Tensor:
-    """Host memory that is not written to yet."""
+def _allocated(size: int) -> Tensor:
+    """New host memory, not written to yet."""
     try:
-        block = torch.empty(size, dtype=torch.uint8, device="cpu")
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
-        raise MemoryError(f"no memory for the {size} bytes that a backward of this batch sorts in") from error
-    ask_for_huge_pages(block)
-    return block
+        raise MemoryError(
+            f"not enough memory: a backward of this batch needs {size} bytes to sort ids; split the batch"
+        ) from error
+    ask_for_huge_pages(memory)
+    return memory

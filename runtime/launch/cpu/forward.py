@@ -1,4 +1,4 @@
-"""Calls a CPU plan's C function by pointer, on torch's own threads."""
+"""Calls the C function of a CPU plan's forward by pointer, on torch's threads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from embforge.launch.gradients import TrainResult
 from embforge.launch.metadata import Metadata
 from embforge.memory import SMALL, Results
 
-# Named once, as plain numbers: comparing members of an enum takes longer than a small call's checks may.
+# As plain numbers, because comparing members of an enum takes too long for the checks of a small call.
 OK, BAD_ID = int(Outcome.OK), int(Outcome.BAD_ID)
 
 
 class _CpuLookup:
-    """One plan's loaded kernel. Safe to call from several threads at once."""
+    """The loaded kernel of a plan. Several threads may call it at the same time."""
 
     def __init__(self, plan: Plan, library: Path) -> None:
         self.plan = plan
@@ -38,15 +38,15 @@ class _CpuLookup:
         self._parallel_for = torch_parallel_for()
 
     def check(self) -> None:
-        """Nothing is ever pending: a bad input raises in the call that has it."""
+        """Does nothing: bad input raises in the call that gets it, so no error is ever pending."""
 
     def _raise(self, status: int, batch: Batch, bounds_check: str) -> None:
         if status == Outcome.NO_MEMORY:
-            raise MemoryError(f"kernel {self.plan.uri}: no memory for the partial sums of a long bag")
+            raise MemoryError(f"kernel {self.plan.uri}: not enough memory for the partial sums of a long bag")
         raise_bad_input(self.plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
         raise RuntimeError(
-            f"kernel {self.plan.uri} reported bad input (status {status}) but none was found: was the batch changed "
-            "by another thread during the call? If not, please report this with the batch"
+            f"kernel {self.plan.uri} reported bad input (status {status}), but the batch has none: was it changed by "
+            "another thread during the call? If not, please report this error with the batch"
         )
 
 
@@ -56,7 +56,7 @@ class CpuForward(_CpuLookup):
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Pooled output, and the rows of `none` features if the spec has any.
+        """Returns the pooled output, and the rows of `none` features if the spec has any.
 
         Raises what `raise_bad_input` raises; for a bad id only if `bounds_check` is "error".
         """
@@ -84,7 +84,7 @@ class CpuForward(_CpuLookup):
 
 
 class CpuForwardTrain(_CpuLookup):
-    """A forward whose backward will come."""
+    """A training forward: it returns what its backward needs, too."""
 
     def __init__(self, plan: Plan, library: Path) -> None:
         super().__init__(plan, library)
@@ -94,7 +94,7 @@ class CpuForwardTrain(_CpuLookup):
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> TrainResult:
-        """Pooled output, rows of `none` features, divisors and winners, None for what the spec has no feature of.
+        """Returns pooled output, rows of `none` features, divisors and winners: see `TrainKernel`.
 
         Raises what `CpuForward` raises.
         """
@@ -125,16 +125,17 @@ class CpuForwardTrain(_CpuLookup):
 
 
 def words_entry(library: ctypes.CDLL, symbol: str) -> Callable[[bytes], int]:
-    """A function of a library that takes packed words: half the time that ctypes takes for arguments one by one."""
-    entry = getattr(library, f"{symbol}_words")
-    entry.restype, entry.argtypes = ctypes.c_int64, [ctypes.c_char_p]
-    found: Callable[[bytes], int] = entry
-    return found
+    """The entry of a library's function that takes packed words. A call of it takes half the time that ctypes needs to
+    pass the arguments one by one."""
+    function = getattr(library, f"{symbol}_words")
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_char_p]
+    entry: Callable[[bytes], int] = function
+    return entry
 
 
 @cache
 def torch_parallel_for() -> int:
-    """The address of torch's thread pool entry (torch >= 2.10)."""
+    """The address of the function that runs a loop on torch's thread pool. torch has it since 2.10."""
     folder = Path(torch.__file__).parent / "lib"
     library = next((p for p in (folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib") if p.exists()), None)
     entry = None if library is None else getattr(ctypes.CDLL(str(library)), "torch_parallel_for", None)

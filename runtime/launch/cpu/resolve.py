@@ -1,4 +1,4 @@
-"""Calls a CPU plan's step that turns ids into rows, on torch's own threads."""
+"""Calls the kernel of a CPU plan that turns ids into rows, on torch's threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embforge.launch.metadata import Metadata
 
 
 class CpuResolve:
-    """One plan's loaded kernel. Safe to call from several threads at once."""
+    """The loaded kernel of a plan. Several threads may call it at the same time."""
 
     def __init__(self, plan: Plan, library: Path) -> None:
         self.plan = plan
@@ -26,7 +26,7 @@ class CpuResolve:
         self._parallel_for = torch_parallel_for()
 
     def __call__(self, metadata: Metadata, remaps: Sequence[Tensor], batch: Batch) -> Tensor:
-        """The rows of a batch's ids, see `ResolveKernel`."""
+        """Returns the rows of the batch's ids: see `ResolveKernel`."""
         values, offsets, _, size, _ = batch
         rows = torch.empty_like(values)
         self._call(
@@ -44,4 +44,4 @@ class CpuResolve:
         return rows
 
     def check(self) -> None:
-        """Nothing is ever pending: the lookup finds what is wrong with a batch."""
+        """Does nothing: the lookup finds mistakes in a batch, so no error is ever pending."""

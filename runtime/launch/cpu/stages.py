@@ -1,4 +1,4 @@
-"""Calls the C functions of a library of stages by pointer, on torch's own threads."""
+"""Calls the C functions of a library of stages by pointer, on torch's threads."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from embforge.launch.stage_calls import Value
 
 
 class CpuStages:
-    """The generated C++ functions, called by pointer, on torch's own threads."""
+    """A loaded library of stages."""
 
     def __init__(self, plan: StagePlan, library: Path) -> None:
         self.plan = plan
-        loaded = ctypes.CDLL(str(library))
+        functions = ctypes.CDLL(str(library))
         self._entries: dict[str, tuple[Callable[[bytes], int], Callable[..., bytes]]] = {
-            stage: (words_entry(loaded, f"{plan.uri}_{stage}"), packer_of(plan.target, stage)) for stage in STAGES
+            stage: (words_entry(functions, f"{plan.uri}_{stage}"), packer_of(plan.target, stage)) for stage in STAGES
         }
         self._parallel_for = torch_parallel_for()
 
     def run(self, stage: str, **arguments: Value) -> None:
-        """Runs one stage; see `Stages.run`. TypeError for arguments that are not the stage's."""
+        """Runs one stage: see `Stages.run`. Raises TypeError for arguments that the stage does not take."""
         entry, pack = self._entries[stage]
         words = {name: _word(value) for name, value in arguments.items()}
         outcome = entry(pack(**words, parallel_for=self._parallel_for, threads=get_num_threads()))
         if outcome == StageOutcome.NO_MEMORY:
-            raise MemoryError(f"{self.plan.uri}: no memory for stage {stage!r}")
+            raise MemoryError(f"{self.plan.uri}: not enough memory for stage {stage!r}")
 
 
 def _word(value: Value) -> int:

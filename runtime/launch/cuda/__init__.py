@@ -1,1 +1,1 @@
-"""Launches of CUDA kernels on the current stream of torch, by cuda.core."""
+"""Launches CUDA kernels on torch's current stream, by cuda.core."""

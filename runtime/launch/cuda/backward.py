@@ -1,10 +1,12 @@
 """Launches a CUDA plan's backward kernels on torch's current stream. Only a reduction waits for the device.
 
-Every call has status words of its own, and the kernel that updates rows looks at them first: a batch with a mistake
-changes nothing, and no other batch is touched by it. What a call found is then put where the host looks, see
-`Watch.collect`, and raised once: by the next call, which then changes nothing either, or by `check()`. In words that
-calls share, as lookups have them, one bad id would stop every update from there to the report; wiped inside of a
-captured graph, they would lose what an earlier replay had found. Of several bad batches before a report one is named.
+Every call has its own status words, and the kernel that updates rows reads them first: a batch with a mistake changes
+nothing, and has no effect on other batches. The mistake is then copied to the words that the host reads (see
+`Watch.collect`) and raised once: by the next call, which then changes nothing either, or by `check()`. If several
+batches have mistakes before one is raised, only one of them is reported.
+
+Lookups share their status words between calls. Updates cannot: one bad id would stop all updates until it is reported,
+and words that are wiped inside of a captured graph would lose the mistakes of earlier replays.
 """
 
 from __future__ import annotations
@@ -36,31 +38,32 @@ from embforge.launch.metadata import FIRST_CALL, Metadata
 from embforge.launch.update_kernel import UpdateKernel
 
 EARLIER_BACKWARD = (
-    "That was in the batch of an earlier backward, which changed no row and was no step. The one that raises this has "
-    "done nothing yet and can be repeated."
+    "This mistake was in the batch of an earlier backward, which changed no row and did not count as a step. The "
+    "backward that raises this error has done nothing yet and can be repeated."
 )
 UNKNOWN_SIZE = (
-    "how many rows have a gradient is only known once the device has counted them, which a graph capture does not "
-    "allow; capture a module with a fused optimizer and without accumulate, or run this backward outside of the graph"
+    "the number of rows that have a gradient is known only after the device has counted them, and a graph capture "
+    "cannot wait for the device; capture a module with a fused optimizer and without accumulate, or run this backward "
+    "outside of the graph"
 )
 
 
 class _CudaBackward(CudaKernels):
-    """One plan's loaded kernels."""
+    """The loaded kernels of a plan."""
 
     NOTE = EARLIER_BACKWARD
 
-    def _call(self, device: torch.device, bounds_check: str, call: Call, *, finds: Sequence[Step]) -> None:
-        """All steps. `finds` are the first of them, behind which all mistakes are known.
+    def _call(self, device: torch.device, bounds_check: str, call: Call, *, checks: Sequence[Step]) -> None:
+        """Runs all steps of a call. `checks` are its first steps, after which all mistakes in the batch are known.
 
-        Whatever else may fail comes before the others, so that a call that raises has written nothing.
+        Everything that may raise comes before the other steps, so that a call that raises has written nothing.
         """
         with self._turn(device, bounds_check, _launched(call)) as turn:
             words = status_words(device)
-            self._run(device, call, finds, words)
+            self._run(device, call, checks, words)
             turn.watch.collect(words)
-            turn.tell()
-            self._run(device, call, call.steps[len(finds) :], words)
+            turn.report()
+            self._run(device, call, call.steps[len(checks) :], words)
 
     def _run(self, device: torch.device, call: Call, steps: Sequence[Step], words: Tensor) -> None:
         for step in steps:
@@ -88,14 +91,14 @@ class CudaBackward(_CudaBackward, UpdateKernel):
         counters: Tensor,
         bounds_check: str,
     ) -> Tensor:
-        """One update: 0, or infinity if a gradient was not finite.
+        """Updates rows and states. Returns 0, or infinity if a gradient is not finite and the loss was scaled.
 
-        Raises what `CudaForward` raises, and has changed nothing then. A mistake in this batch is raised later; it
-        makes the update, and the step, not happen.
+        Raises what `CudaForward` raises, and has changed nothing then. A mistake in this batch is raised later; the
+        batch then changes nothing and does not count as a step.
         """
         read = gradient_arguments(metadata, batch, gradients, bounds_check)
         call = backward_call(self._shape, read, hyper, counters)
-        self._call(batch.values.device, bounds_check, call, finds=call.steps[:-1])
+        self._call(batch.values.device, bounds_check, call, checks=call.steps[:-1])
         return _verdict(call)
 
     def follow(
@@ -109,7 +112,8 @@ class CudaBackward(_CudaBackward, UpdateKernel):
         counters: Tensor,
         bounds_check: str,
     ) -> Tensor:
-        """Raises no news of earlier calls, which would leave this update to one of two rules, and collects none."""
+        """Updates as `UpdateKernel.follow` says. Neither raises errors of earlier calls, because then only some of the
+        rules would update, nor reports mistakes in this batch."""
         device = batch.values.device
         read = gradient_arguments(metadata, batch, gradients, bounds_check)
         call = backward_call(self._shape, read, hyper, counters)
@@ -121,7 +125,7 @@ class CudaBackward(_CudaBackward, UpdateKernel):
 
 
 class CudaReduce(_CudaBackward):
-    """The gradient of every row that occurs."""
+    """Computes the gradient of every row that occurs."""
 
     def __init__(self, plan: Plan, cubin: bytes) -> None:
         super().__init__(plan, cubin)
@@ -130,9 +134,10 @@ class CudaReduce(_CudaBackward):
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
     ) -> list[tuple[Tensor, Tensor]]:
-        """A table's rows and gradients each. Waits for the device, and so raises its own batch's mistakes.
+        """Returns, for each table, the rows that occur and their gradients. Waits for the device, so it raises mistakes
+        in its own batch.
 
-        ValueError, IndexError and `LaunchError` as of a forward, RuntimeError in a graph capture.
+        Raises ValueError, IndexError and `LaunchError` as a forward does, and RuntimeError in a graph capture.
         """
         device = batch.values.device
         with torch.cuda.device(device):
@@ -145,13 +150,13 @@ class CudaReduce(_CudaBackward):
             error = mistake(self.plan, words.tolist(), bounds_check)
             if error is not None:
                 raise error
-            second, found = first.finish(first.counts.tolist(), self.plan)
+            second, results = first.finish(first.counts.tolist(), self.plan)
             self._run(device, second, second.steps, words)
-        return found
+        return results
 
 
 class CudaWeightGradient(_CudaBackward):
-    """The gradient of per-sample weights."""
+    """Computes the gradients of per-sample weights."""
 
     NOTE = ""
 
@@ -162,10 +167,10 @@ class CudaWeightGradient(_CudaBackward):
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, gradients: Gradients, bounds_check: str
     ) -> Tensor:
-        """A number an id. Raises what `CudaForward` raises."""
+        """Returns one number per id. Raises what `CudaForward` raises."""
         read = gradient_arguments(metadata, batch, gradients, bounds_check)
         call, result = weight_gradient_call(self._shape, read)
-        self._call(batch.values.device, bounds_check, call, finds=call.steps)
+        self._call(batch.values.device, bounds_check, call, checks=call.steps)
         return result
 
 
@@ -174,6 +179,6 @@ def _launched(call: Call) -> list[KernelLaunch]:
 
 
 def _verdict(call: Call) -> Tensor:
-    verdict = call.given["verdict"]
+    verdict = call.by_name["verdict"]
     assert isinstance(verdict, Tensor)
     return verdict

@@ -1,4 +1,5 @@
-"""What the host says when a CUDA lookup goes wrong: of its input, in a kernel's words; of a launch, in the driver's."""
+"""The errors of CUDA calls: mistakes in the input, which kernels report in status words, and launches that the driver
+refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from embforge.codegen.targets.cuda.launch import KernelLaunch
 
 
 def mistake(plan: Plan, words: list[int], bounds_check: str) -> Exception | None:
-    """The first mistake that status words of a plan tell of, if it counts as one where bounds are checked like this."""
+    """The error for the first mistake that a plan's status words report, None if there is none. Bad ids are mistakes
+    only if `bounds_check` is "error"."""
     records = dict(zip(MISTAKES, _records(words), strict=True))
     for kind, error_of in ERRORS.items():
         if records[kind]["claimed"] and (kind != "BAD_ID" or bounds_check == "error"):
@@ -24,52 +26,57 @@ def mistake(plan: Plan, words: list[int], bounds_check: str) -> Exception | None
     return None
 
 
-def driver_error(said: str, plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> LaunchError:
-    """What an error of the driver means for a kernel's launch: what failed, which, why and what to do.
+def driver_error(message: str, plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> LaunchError:
+    """The error for a launch that the driver refused: which kernel, on which device, why, and what to do.
 
-    `said` begins with the driver's name for it, `CUDA_ERROR_...:`.
+    `message` is the driver's, and begins with its name for the error, `CUDA_ERROR_...:`.
     """
-    why = REASONS.get(said.split(":")[0], _unexpected)
-    return LaunchError(f"{kernel.symbol} on {device}: {why(plan, kernel, device)} ({said})")
+    why = REASONS.get(message.split(":")[0], _unexpected)
+    return LaunchError(f"{kernel.symbol} on {device}: {why(plan, kernel, device)} ({message})")
 
 
 def _wrong_arch(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return (
-        f"the kernel was made for {plan.arch}, the device is of compute capability {major}.{minor}; make it for "
-        f"{nearest_arch(major, minor)}: leave `kernels` and EMBFORGE_KERNELS unset, or give `embforge gen` that --arch"
+        f"the kernel was made for {plan.arch}, but the device has compute capability {major}.{minor}; make it for "
+        f"{nearest_arch(major, minor)}: leave `kernels` and EMBFORGE_KERNELS unset, or call `embforge gen` with "
+        f"--arch {nearest_arch(major, minor)}"
     )
 
 
 def _unreadable(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
-        "the kernel's file is damaged or of another version; make it anew by `embforge cache clear`, or by "
-        "`embforge gen` where `kernels` or EMBFORGE_KERNELS names a directory"
+        "the kernel's file is damaged or of another version; make it again: run `embforge cache clear`, or "
+        "`embforge gen` if `kernels` or EMBFORGE_KERNELS names a directory"
     )
 
 
 def _no_memory(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
-    return "the device has no memory left for the kernel's code; free some, torch.cuda.empty_cache() gives back torch's"
+    return (
+        "the device has no memory left for the kernel's code; free some: torch.cuda.empty_cache() returns what torch "
+        "keeps but does not use"
+    )
 
 
 def _refused(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
-        f"the device does not take {kernel.grid} blocks of {kernel.block} threads with {kernel.shared} bytes of "
+        f"the device does not accept {kernel.grid} blocks of {kernel.block} threads with {kernel.shared} bytes of "
         "dynamic shared memory; use a plan with a smaller block, or split the batch"
     )
 
 
 def _earlier(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
-        "some kernel on this device went wrong earlier, maybe not this one, and nothing works there until the process "
-        "ends; CUDA_LAUNCH_BLOCKING=1 finds out which, and backend='simt' checks ours access by access"
+        "a kernel on this device failed earlier, possibly a different one, and the device cannot be used again until "
+        "the process ends; CUDA_LAUNCH_BLOCKING=1 finds out which kernel, and backend='simt' checks each memory access "
+        "of embforge's kernels"
     )
 
 
 def _unexpected(plan: KernelPlan, kernel: KernelLaunch, device: torch.device) -> str:
     return (
-        "the driver refused to load or launch the kernel; `embforge env` shows the driver's version and what may not "
-        "fit it, and `embforge verify SPEC --on cuda` whether other kernels run"
+        "the driver refused to load or launch the kernel; `embforge env` shows the driver's version and packages that "
+        "may not fit it, and `embforge verify SPEC --on cuda` shows whether other kernels run"
     )
 
 
@@ -80,7 +87,7 @@ REASONS: dict[str, Callable[[KernelPlan, KernelLaunch, torch.device], str]] = {
     "CUDA_ERROR_OUT_OF_MEMORY": _no_memory,
     "CUDA_ERROR_INVALID_VALUE": _refused,
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": _refused,
-    # Those after which, by cuda.h, a process can do nothing more with the device.
+    # According to cuda.h, a process cannot use the device any more after one of these.
     "CUDA_ERROR_ECC_UNCORRECTABLE": _earlier,
     "CUDA_ERROR_CONTAINED": _earlier,
     "CUDA_ERROR_ILLEGAL_ADDRESS": _earlier,
@@ -93,7 +100,7 @@ REASONS: dict[str, Callable[[KernelPlan, KernelLaunch, torch.device], str]] = {
     "CUDA_ERROR_INVALID_PC": _earlier,
     "CUDA_ERROR_LAUNCH_FAILED": _earlier,
 }
-"""Why the driver says so, by its name for the error."""
+"""For each of the driver's names of errors, a function that explains the error."""
 
 
 def _records(words: list[int]) -> list[dict[str, int]]:
@@ -127,4 +134,5 @@ ERRORS: dict[str, Callable[[CollectionSpec, dict[str, int], str], Exception]] = 
     "LONG_CONCAT": _long_concat,
     "BAD_ID": _bad_id,
 }
-"""What the host says for each kind of mistake; the earlier ones go first."""
+"""For each kind of mistake, a function that makes its error. If there are several mistakes, the kind that comes first
+here is raised."""

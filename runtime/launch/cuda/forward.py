@@ -1,7 +1,7 @@
 """Launches a CUDA plan's forward kernels on torch's current stream. A call never waits for the device.
 
-What a kernel finds wrong with its input it writes to a few words of device memory. They are copied to the host behind
-the kernels and looked at in the next call, or in `check()`, which waits.
+Kernels write mistakes in their input to a few words of device memory. These are copied to the host after the kernels
+and read in the next call, or in `check()`, which waits for the device.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from embforge.launch.metadata import Metadata
 
 
 class _CudaLookup(CudaKernels):
-    """One plan's loaded kernels."""
+    """The loaded kernels of a plan."""
 
     def __init__(self, plan: Plan, cubin: bytes) -> None:
         super().__init__(plan, cubin)
         self._shape = shape_of(plan)
 
     def _call(self, metadata: Metadata, batch: Batch, sequence_elements: int, bounds_check: str) -> ForwardCall:
-        """The call, launched."""
+        """Launches a call and returns it."""
         device = batch.values.device
         call = forward_call(self.plan, self._shape, metadata, batch, sequence_elements)
         kernels = call.work.kernels
         with self._turn(device, bounds_check, kernels) as turn:
             self._launch(device, kernels, call.arguments(turn.watch.status))
-            turn.tell()
+            turn.report()
         return call
 
 
@@ -43,23 +43,23 @@ class CudaForward(_CudaLookup):
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Pooled output, and the flat rows of `none` features if the spec has any.
+        """Returns the pooled output, and the flat rows of `none` features if the spec has any.
 
-        Raises what an earlier call left behind, as `check` does, if its news have arrived; ValueError for a batch that
-        no launch can hold; `LaunchError` if the driver refuses a kernel; RuntimeError in a graph capture if a first
-        call has not prepared what it needs.
+        Raises the error of an earlier call, as `check` does, if the words of that call have arrived on the host;
+        ValueError for a batch that is too large for a launch; `LaunchError` if the driver refuses a kernel;
+        RuntimeError in a graph capture if no earlier call has prepared what the call needs.
         """
         call = self._call(metadata, batch, sequence_elements, bounds_check)
         return call.pooled, call.sequence
 
 
 class CudaForwardTrain(_CudaLookup):
-    """A forward whose backward will come."""
+    """A training forward: it returns what its backward needs, too."""
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> TrainResult:
-        """Pooled output, rows of `none` features, divisors and winners, None for what the spec has no feature of.
+        """Returns pooled output, rows of `none` features, divisors and winners: see `TrainKernel`.
 
         Raises what `CudaForward` raises.
         """

@@ -1,4 +1,5 @@
-"""Launches a CUDA plan's step that turns ids into rows on torch's current stream. It never waits for the device."""
+"""Launches the kernel of a CUDA plan that turns ids into rows, on torch's current stream. It never waits for the
+device."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from embforge.launch.metadata import FIRST_CALL, Metadata
 
 
 class CudaResolve(CudaLibrary):
-    """One plan's loaded kernel."""
+    """The loaded kernel of a plan."""
 
     def __init__(self, plan: Plan, cubin: bytes) -> None:
         super().__init__(plan, cubin)
         self.plan = plan
 
     def __call__(self, metadata: Metadata, remaps: Sequence[Tensor], batch: Batch) -> Tensor:
-        """The rows of a batch's ids, see `ResolveKernel`.
+        """Returns the rows of the batch's ids: see `ResolveKernel`.
 
-        `LaunchError` if the driver refuses the kernel; RuntimeError in a graph capture if no call has loaded it before.
+        Raises `LaunchError` if the driver refuses the kernel, and RuntimeError in a graph capture if no earlier call
+        has loaded it.
         """
         device = batch.values.device
         with torch.cuda.device(device):
@@ -35,4 +37,4 @@ class CudaResolve(CudaLibrary):
         return call.rows
 
     def check(self) -> None:
-        """Nothing is ever pending: the lookup finds what is wrong with a batch."""
+        """Does nothing: the lookup finds mistakes in a batch, so no error is ever pending."""

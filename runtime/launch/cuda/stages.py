@@ -1,4 +1,4 @@
-"""Launches the CUDA kernels of the stages between ranks on torch's current stream; never waits for the device."""
+"""Launches the CUDA kernels of the stages between ranks on torch's current stream. It never waits for the device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from embforge.launch.metadata import FIRST_CALL
 
 
 class CudaStages(CudaLibrary):
-    """All stages, loaded. What `count` finds wrong with a batch it writes to its caller's memory, nowhere else."""
+    """A loaded library of stages. Mistakes in a batch are written only to a tensor of the caller, by stage `count`."""
 
     def __init__(self, plan: StagePlan, cubin: bytes) -> None:
         super().__init__(plan, cubin)
         self._stages = plan
 
     def run(self, stage: str, **arguments: Value) -> None:
-        """Runs one stage; see `Stages.run`.
+        """Runs one stage: see `Stages.run`.
 
-        `LaunchError` if the driver refuses a kernel; RuntimeError in a graph capture if a first call has not loaded
-        what it needs.
+        Raises `LaunchError` if the driver refuses a kernel, and RuntimeError in a graph capture if no earlier call has
+        loaded the kernels.
         """
         device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
         with torch.cuda.device(device):

@@ -1,1 +1,2 @@
-"""What launchers of CUDA text share, be the GPU real or emulated: results, work space, arguments and steps."""
+"""What the launchers of CUDA kernels share for a real and for the emulated GPU: results, work space, arguments and
+steps."""

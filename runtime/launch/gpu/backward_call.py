@@ -1,7 +1,8 @@
-"""One call of a plan's backward kernels, whoever launches them: work space, arguments, and the steps in stream order.
+"""One call of a plan's backward kernels, for all GPU launchers: work space, arguments, and the steps in stream order.
 
-A step is a launch, or an operation of torch on tensors of the call. Nothing waits for the device: sizes come from the
-batch alone, and only a reduction, whose result has as many rows as occur, is in two halves with a wait between them.
+A step is a launch, or an operation of torch on tensors of the call. Nothing waits for the device, because all sizes
+follow from the batch. The only exception is a reduction, whose result has as many rows as occur: it has two halves, and
+the host waits between them.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata
 
 MOST_BAGS = 2**31 - 1
-"""Bags and ids of a batch: kernels count them in 31 bits."""
+"""The most bags and the most ids of a batch: kernels count them in 31 bits."""
 ALIGNMENT = 16
-"""Of gradients: of the widest load."""
+"""The alignment of gradients, in bytes: that of the widest load."""
 
 Empty = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+"""A function that makes a tensor of a shape, dtype and device, with any content."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, and the level of partial sums that this launch makes."""
+    """A launch of a kernel, and the level of the partial sums that it computes."""
 
     kernel: KernelLaunch
     level: int = 0
@@ -45,27 +47,29 @@ Step = Launch | Callable[[], None]
 
 @dataclass
 class Call:
-    """What a call launches, and on what."""
+    """What a call launches, and with which tensors."""
 
     op: str
-    given: dict[str, Value]
-    """Every argument by name, but `status`, which outlives calls."""
+    by_name: dict[str, Value]
+    """Every argument by name except `status`, which outlives calls."""
     steps: list[Step]
     space: set[str] = field(default_factory=set)
-    """Work space and results that hold nothing before a kernel writes them. What torch writes is none of it."""
+    """The names of work space and results that are undefined until a kernel writes them. Tensors that torch writes are
+    not among them."""
 
     def arguments(self, status: Tensor, level: int = 0) -> list[Value]:
-        """The kernels' arguments, in call order."""
-        given = self.given | {"status": status, "level": level}
-        return [given[name] for name in KERNELS[self.op].in_blocks]
+        """The arguments of the kernels, in call order."""
+        by_name = self.by_name | {"status": status, "level": level}
+        return [by_name[name] for name in KERNELS[self.op].in_blocks]
 
 
 def torch_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Makes a tensor by torch's allocator."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def gradient_arguments(metadata: Metadata, batch: Batch, gradients: Gradients, bounds_check: str) -> dict[str, Value]:
-    """What all kernels of a backward read. ValueError for a batch that no launch can hold."""
+    """The arguments that all kernels of a backward read. Raises ValueError for a batch that is too large."""
     values, offsets, weights, size, _ = batch
     if size == 0 and values.numel():
         raise ValueError(f"offsets: values has {values.numel()} ids, offsets has no bag for them; both must agree")
@@ -94,9 +98,9 @@ def gradient_arguments(metadata: Metadata, batch: Batch, gradients: Gradients, b
 def backward_call(
     shape: BackwardShape, read: dict[str, Value], hyper: Tensor, counters: Tensor, empty: Empty = torch_empty
 ) -> Call:
-    """An update. `read` is of `gradient_arguments`; `empty` makes a tensor of that shape, dtype and device."""
+    """The call of an update. `read` comes from `gradient_arguments`."""
     call, work = _sorted_call(shape, read, empty)
-    call.given |= {
+    call.by_name |= {
         "hyper": hyper,
         "counters": counters,
         "verdict": torch.zeros(1, dtype=torch.float32, device=hyper.device),
@@ -109,49 +113,53 @@ def backward_call(
 
 @dataclass(frozen=True)
 class ReduceCall:
-    """A reduction's first half; its result's size is known once `counts` is."""
+    """The first half of a reduction. The size of its result is known when `counts` is computed."""
 
     call: Call
     counts: Tensor
-    """Rows of each table that occur, on the device."""
+    """How many rows of each table occur, on the device."""
     rows_kernel: KernelLaunch
     empty: Empty
 
     def finish(self, counts: Sequence[int], plan: Plan) -> tuple[Call, list[tuple[Tensor, Tensor]]]:
-        """The second half, and a table's rows and gradients each, which it fills."""
+        """The second half of a reduction, and the tensors that it fills: for each table, rows and their gradients.
+
+        `counts` has the numbers of `self.counts`, on the host.
+        """
         tables = key_tables(plan)
         dims = {table: plan.spec.tables[table].embedding_dim for table in tables}
         device = self.counts.device
         rows = self.empty((sum(counts[table] for table in tables),), torch.int64, device)
         floats = sum(counts[table] * dims[table] for table in tables)
         gradients = self.empty((floats,), torch.float32, device)
-        found = {
+        results = {
             index: (rows[:0], gradients[:0].view(0, table.embedding_dim))
             for index, table in enumerate(plan.spec.tables)
         }
-        first = place = 0
+        first = begin = 0
         for table in tables:
-            last, end = first + counts[table], place + counts[table] * dims[table]
-            found[table] = rows[first:last], gradients[place:end].view(-1, dims[table])
-            first, place = last, end
-        call = Call(self.call.op, self.call.given | {"rows": rows, "gradients": gradients}, [Launch(self.rows_kernel)])
-        return call, [found[index] for index in range(len(plan.spec.tables))]
+            last, end = first + counts[table], begin + counts[table] * dims[table]
+            results[table] = rows[first:last], gradients[begin:end].view(-1, dims[table])
+            first, begin = last, end
+        by_name = self.call.by_name | {"rows": rows, "gradients": gradients}
+        call = Call(self.call.op, by_name, [Launch(self.rows_kernel)])
+        return call, [results[index] for index in range(len(plan.spec.tables))]
 
 
 def reduce_call(shape: BackwardShape, tables: int, read: dict[str, Value], empty: Empty = torch_empty) -> ReduceCall:
-    """A reduction of the gradients of so many tables."""
+    """The first half of a reduction. `tables` is the number of tables of the spec."""
     call, work = _sorted_call(shape, read, empty)
     values = read["values"]
     assert isinstance(values, Tensor)
     counts = torch.zeros(tables, dtype=torch.int64, device=values.device)
-    call.given |= {"counts": counts, "rows": None, "gradients": None}
+    call.by_name |= {"counts": counts, "rows": None, "gradients": None}
     return ReduceCall(call, counts, work.rows, empty)
 
 
 def weight_gradient_call(
     shape: WeightsShape, read: dict[str, Value], empty: Empty = torch_empty
 ) -> tuple[Call, Tensor]:
-    """The gradient of per-sample weights, and where it will stand."""
+    """The call that computes the gradients of per-sample weights, and the tensor that it writes them to."""
     values, batch = read["values"], read["batch"]
     assert isinstance(values, Tensor) and isinstance(batch, int)
     result = empty((values.numel(),), torch.float32, values.device)
@@ -160,7 +168,8 @@ def weight_gradient_call(
 
 
 def _sorted_call(shape: BackwardShape, read: dict[str, Value], empty: Empty) -> tuple[Call, BackwardLaunch]:
-    """Work space, and the steps up to the rows."""
+    """The part of a call that updates and reductions share: work space, and the steps before the kernel that works on
+    rows."""
     values, batch, sequence_size = read["values"], read["batch"], read["sequence_size"]
     assert isinstance(values, Tensor) and isinstance(batch, int) and isinstance(sequence_size, int)
     count, device = values.numel(), values.device

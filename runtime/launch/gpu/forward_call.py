@@ -1,4 +1,4 @@
-"""One call of a plan's CUDA kernels, whoever launches them: results, work space, and the arguments in their order."""
+"""One call of a plan's forward kernels, for all GPU launchers: results, work space and arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from embforge.inputs import Batch
 from embforge.launch.metadata import Metadata
 
 MOST_BLOCKS = 2**31 - 1
-"""Of a grid; samples are counted in 32 bits by the kernels too."""
+"""The largest grid. It limits samples too, because kernels count them in 32 bits."""
 
 Value = Tensor | int | None
-"""A tensor stands for its address, None for a null pointer."""
+"""An argument of a kernel. A tensor is passed by its address, None as a null pointer."""
 
 
 class ForwardCall(NamedTuple):
-    """What a call launches, and on what."""
+    """What a call launches, and with which tensors."""
 
     op: str
     work: ForwardLaunch
@@ -31,13 +31,13 @@ class ForwardCall(NamedTuple):
     sequence: Tensor | None
     divisors: Tensor | None
     winners: Tensor | None
-    given: dict[str, Value]
-    """Every argument by name, but `status`, which outlives calls."""
+    by_name: dict[str, Value]
+    """Every argument by name except `status`, which outlives calls."""
 
     def arguments(self, status: Tensor) -> list[Value]:
-        """The kernels' arguments, in call order."""
-        given = self.given | {"status": status}
-        return [given[name] for name in KERNELS[self.op].in_blocks]
+        """The arguments of the kernels, in call order."""
+        by_name = self.by_name | {"status": status}
+        return [by_name[name] for name in KERNELS[self.op].in_blocks]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -52,9 +52,10 @@ def forward_call(
     sequence_elements: int,
     empty: Callable[[Sequence[int], torch.dtype, torch.device], Tensor] = _empty,
 ) -> ForwardCall:
-    """The call of a batch on its device, results not initialised. ValueError for a batch that no launch can hold.
+    """The call of a forward with a batch, on the device of the batch; results are not initialised.
 
-    `empty` makes a tensor of that shape, dtype and device for results and work space.
+    `empty` makes a tensor of a shape, dtype and device for results and work space. Raises ValueError for a batch that
+    is too large for a launch.
     """
     values, offsets, weights, size, _ = batch
     device, dtype = values.device, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
@@ -70,7 +71,7 @@ def forward_call(
     queue = empty((work.queue_words,), torch.int64, device)
     queue[:QUEUE_COUNTERS].zero_()
     scratch = empty((work.scratch_floats,), torch.float32, device)
-    given: dict[str, Value] = {
+    by_name: dict[str, Value] = {
         "metadata": metadata.words,
         "values": values,
         "offsets": offsets,
@@ -85,7 +86,7 @@ def forward_call(
         "scratch": scratch,
         "queue": queue,
     }
-    return ForwardCall(plan.op, work, pooled, sequence, divisors, winners, given)
+    return ForwardCall(plan.op, work, pooled, sequence, divisors, winners, by_name)
 
 
 def _launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:

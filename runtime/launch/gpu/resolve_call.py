@@ -1,4 +1,4 @@
-"""One call of a plan's kernel that turns ids into rows, for all GPU launchers."""
+"""One call of the kernel that turns ids into rows, for all GPU launchers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from embforge.launch.metadata import Metadata
 
 
 class ResolveCall(NamedTuple):
-    """What a call launches, and on what."""
+    """What a call launches, and with which tensors."""
 
     kernels: tuple[KernelLaunch, ...]
     rows: Tensor
-    given: dict[str, Value]
+    by_name: dict[str, Value]
     """Every argument by name."""
 
     def arguments(self) -> list[Value]:
-        """The kernel's arguments, in call order."""
-        return [self.given[name] for name in KERNELS["resolve"].in_blocks]
+        """The arguments of the kernel, in call order."""
+        return [self.by_name[name] for name in KERNELS["resolve"].in_blocks]
 
 
 def resolve_call(
@@ -37,10 +37,10 @@ def resolve_call(
     batch: Batch,
     empty: Callable[[Sequence[int], torch.dtype, torch.device], Tensor] = torch_empty,
 ) -> ResolveCall:
-    """The call of a batch on its device; without ids nothing is launched."""
+    """The call that turns the ids of a batch into rows, on the device of the batch. Without ids nothing is launched."""
     values, offsets, _, size, _ = batch
     rows, count = empty(values.shape, values.dtype, values.device), values.numel()
-    given: dict[str, Value] = {
+    by_name: dict[str, Value] = {
         "metadata": metadata.words,
         "values": values,
         "offsets": offsets,
@@ -48,4 +48,4 @@ def resolve_call(
         "batch": size,
         "num_values": count,
     }
-    return ResolveCall((resolve_launch(plan, count),) if count else (), rows, given)
+    return ResolveCall((resolve_launch(plan, count),) if count else (), rows, by_name)

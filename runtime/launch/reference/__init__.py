@@ -1,1 +1,1 @@
-"""The reference: what every operation means, in plain torch. All other backends are tested against its bits."""
+"""The reference backend: it defines every operation in plain torch. All other backends are tested against its bits."""

@@ -1,6 +1,6 @@
-"""The truth of training: what a backward does to rows and states, in plain torch operations.
+"""The definition of training: what a backward does to rows and states, in plain torch operations.
 
-As the reference of the lookup: written to be read, one table at a time, and never a copy of a table.
+Like the lookup's reference, this code is written to be read and works on one table at a time. Tables are never copied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FP32 = torch.float32
 
 
 class ReferenceBackward(UpdateKernel):
-    """The reference as a backward: reduces, then updates."""
+    """The reference's backward: it reduces the gradients, then updates rows and states."""
 
     def __init__(self, plan: Plan) -> None:
         assert plan.update is not None
@@ -58,28 +58,28 @@ class ReferenceBackward(UpdateKernel):
         step, seed = (int(counters[COUNTERS.index(name)]) for name in ("step", "seed"))
         writes = []
         for index, (rows, gradient) in enumerate(reduced):
-            if not trainable[index]:  # another rule may train it, with states of its own
+            if not trainable[index]:  # another rule may train it, with other states
                 continue
-            placed, section = plan.layout.tables[index], states[index]
-            views = state_views(placed, tables[index], section)
+            table_layout = plan.layout.tables[index]
+            views = state_views(table_layout, tables[index], states[index])
             old = {name: view[rows] for name, view in views.items()}
             weight = tables[index][rows].to(FP32)
             scaled = gradient * torch.tensor(inverse, dtype=FP32, device=gradient.device)
             weight, new = apply_rule(self._update, numbers, step + 1, scaled, weight, old)
-            stored = _stored(self._update, placed.table.dtype, weight, seed, step + 1, index, rows)
+            stored = _stored(self._update, table_layout.table.dtype, weight, seed, step + 1, index, rows)
             writes.append((tables[index], rows, stored))
             writes += [(views[name], rows, new[name]) for name in views]
-        for target, rows, numbers_ in writes:  # nothing can fail from here on
-            put_rows(target, rows, numbers_)
+        for target, rows, new_numbers in writes:  # nothing can fail from here on
+            put_rows(target, rows, new_numbers)
         counters[COUNTERS.index("step")] += 1
         return torch.zeros(1, dtype=FP32, device=hyper.device)
 
     def check(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: no error is ever pending."""
 
 
 class ReferenceReduce:
-    """The reference as a reduction: every row's gradient."""
+    """The reference's reduction: it computes the gradient of every row that occurs."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -91,11 +91,11 @@ class ReferenceReduce:
         return reduce(plan.spec, plan.layout, tables, trainable_of(metadata), batch, gradients, bounds_check)
 
     def check(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: no error is ever pending."""
 
 
 class ReferenceWeightGradient:
-    """The reference as the gradient of per-sample weights."""
+    """The reference's gradient of per-sample weights."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -106,7 +106,7 @@ class ReferenceWeightGradient:
         return weight_gradient(self.plan.spec, self.plan.layout, tables, batch, gradients, bounds_check)
 
     def check(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: no error is ever pending."""
 
 
 def reduce(
@@ -119,40 +119,36 @@ def reduce(
     bounds_check: str,
     dtype: torch.dtype = FP32,
 ) -> list[tuple[Tensor, Tensor]]:
-    """For every table the rows that occur, in order, and the canonical sums of their items `[n, D]`."""
+    """Returns, for every table, the rows that occur in ascending order, and the canonical sums `[n, D]` of what their
+    occurrences add. A table that is not trainable has none."""
     raise_bad_input(spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
-    features = [_Occurrences(layout, placed, tables, batch, gradients, dtype) for placed in layout.features]
+    features = [_Occurrences(layout, feature, tables, batch, gradients, dtype) for feature in layout.features]
     reduced = []
     for index, table in enumerate(tables):
-        using = [f for f in features if f.placed.table_index == index and trainable[index]]
-        ids, places, owners = [], [], []
-        for number, feature in enumerate(using):
-            kept = feature.trained.nonzero()[:, 0]
-            ids.append(feature.ids[kept])
-            places.append(kept)
-            owners.append(torch.full_like(kept, number))
-        found, at, by = (_cat(parts, table.device) for parts in (ids, places, owners))
-        rows, gradient = _reduce_runs(using, found, at, by, table.shape[1], dtype)
-        reduced.append((rows, gradient))
+        using = [f for f in features if f.layout.table_index == index and trainable[index]]
+        reduced.append(_reduce_table(using, table, dtype))
     return reduced
 
 
-def _reduce_runs(
-    using: Sequence[_Occurrences], ids: Tensor, places: Tensor, owners: Tensor, dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _reduce_table(using: Sequence[_Occurrences], table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Reduces the gradients of one table. `using` are the features that look ids up in it."""
+    trained = [feature.trained.nonzero()[:, 0] for feature in using]
+    ids = _concatenated([feature.ids[kept] for feature, kept in zip(using, trained, strict=True)], table.device)
+    positions = _concatenated(trained, table.device)
+    numbers = _concatenated([torch.full_like(kept, number) for number, kept in enumerate(trained)], table.device)
     ids, order = ids.sort(stable=True)
-    places, owners = places[order], owners[order]
+    positions, numbers = positions[order], numbers[order]
     rows, lengths = torch.unique_consecutive(ids, return_counts=True)
     starts = lengths.cumsum(0) - lengths
 
-    def load(positions: Tensor) -> Tensor:
-        items = torch.zeros((positions.numel(), dim), dtype=dtype, device=ids.device)
+    def load(sorted_positions: Tensor) -> Tensor:
+        items = torch.zeros((sorted_positions.numel(), table.shape[1]), dtype=dtype, device=ids.device)
         for number, feature in enumerate(using):
-            mine = owners[positions] == number
-            items[mine] = feature.items(places[positions[mine]])
+            of_feature = numbers[sorted_positions] == number
+            items[of_feature] = feature.items(positions[sorted_positions[of_feature]])
         return items
 
-    return rows, canonical_reduce(load, starts, lengths, dim, dtype)
+    return rows, canonical_reduce(load, starts, lengths, table.shape[1], dtype)
 
 
 def weight_gradient(
@@ -164,16 +160,16 @@ def weight_gradient(
     bounds_check: str,
     dtype: torch.dtype = FP32,
 ) -> Tensor:
-    """The gradient of every weight; 0 where the feature is not weighted or the id is absent."""
+    """The gradient of every per-sample weight; 0 where the feature is not weighted or the id is absent."""
     raise_bad_input(spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
     result = torch.zeros(batch.values.numel(), dtype=dtype, device=batch.values.device)
-    for placed in layout.features:
-        if not placed.feature.weighted:
+    for feature_layout in layout.features:
+        if not feature_layout.feature.weighted:
             continue
-        feature = _Occurrences(layout, placed, tables, batch, gradients, dtype)
+        feature = _Occurrences(layout, feature_layout, tables, batch, gradients, dtype)
         kept = feature.present.nonzero()[:, 0]
         dots = torch.zeros(feature.ids.numel(), dtype=dtype, device=result.device)
-        rows = tables[placed.table_index][feature.ids[kept]].to(dtype)
+        rows = tables[feature_layout.table_index][feature.ids[kept]].to(dtype)
         dots[kept] = row_sum(feature.gradient(kept) * rows)
         if feature.divisor is not None:
             dots = dots - _through_the_divisor(feature, dots)
@@ -182,31 +178,32 @@ def weight_gradient(
 
 
 def _through_the_divisor(feature: _Occurrences, dots: Tensor) -> Tensor:
-    """How much of a weight's gradient comes from what the bag is divided by."""
+    """The part of a weight's gradient that comes through the bag's divisor, which depends on the weight too."""
     assert feature.divisor is not None
     products = (feature.weights * dots).masked_fill(~feature.present, 0.0)[:, None]
     total = canonical_reduce(products.__getitem__, feature.starts, feature.lengths, 1, dots.dtype)[:, 0]
     divisor = feature.divisor
-    root = feature.placed.feature.kind.divisor is Divisor.ROOT
+    root = feature.layout.feature.kind.divisor is Divisor.ROOT
     share = torch.where(divisor == 0, 0.0, total / (divisor * divisor if root else divisor))[feature.sample]
     return share * feature.weights if root else share
 
 
 class _Occurrences:
-    """One feature's ids and what each of them gets of the gradient. Places count from the feature's first id."""
+    """The ids of one feature, and the gradient that arrives at each of them. Positions count from the feature's first
+    id."""
 
     def __init__(
         self,
-        layout: CollectionLayout,
-        placed: FeatureLayout,
+        collection: CollectionLayout,
+        layout: FeatureLayout,
         tables: Sequence[Tensor],
         batch: Batch,
         gradients: Gradients,
         dtype: torch.dtype,
     ) -> None:
-        size, feature = batch.batch, placed.feature
-        borders = batch.offsets[placed.index * size : (placed.index + 1) * size + 1].long()
-        self.placed, self.dtype, self._gradients = placed, dtype, gradients
+        size, feature = batch.batch, layout.feature
+        borders = batch.offsets[layout.index * size : (layout.index + 1) * size + 1].long()
+        self.layout, self.dtype, self._gradients = layout, dtype, gradients
         self.begin, end = int(borders[0]), int(borders[-1])
         self.ids = batch.values[self.begin : end].long()
         self.starts, self.lengths = borders[:-1] - self.begin, borders.diff()
@@ -214,31 +211,31 @@ class _Occurrences:
         weights = batch.weights if feature.weighted else None
         ones = torch.ones(self.ids.numel(), dtype=dtype, device=self.ids.device)
         self.weights = ones if weights is None else weights[self.begin : end].detach().to(dtype)
-        self.present = (self.ids >= 0) & (self.ids < tables[placed.table_index].shape[0])
+        self.present = (self.ids >= 0) & (self.ids < tables[layout.table_index].shape[0])
         if feature.padding_idx is not None and feature.kind.pooled:
             self.present &= self.ids != feature.padding_idx
         self.trained = self.present
         if feature.padding_idx is not None:
             self.trained = self.present & (self.ids != feature.padding_idx)
-        column = layout.divisor_column.get(placed.index)
+        column = collection.divisor_column.get(layout.index)
         self.divisor = None if column is None or gradients.divisors is None else gradients.divisors[:, column].to(dtype)
-        self._winner_column = layout.winner_column.get(placed.index)
-        sequences = [f.index for f in layout.sequence_features if f.index < placed.index]
+        self._winner_column = collection.winner_column.get(layout.index)
+        sequences = [f for f in collection.sequence_features if f.index < layout.index]
         self._sequence_begin = sum(
-            int(batch.offsets[(i + 1) * size] - batch.offsets[i * size]) * layout.features[i].dim for i in sequences
+            int(batch.offsets[(f.index + 1) * size] - batch.offsets[f.index * size]) * f.dim for f in sequences
         )
 
-    def gradient(self, places: Tensor) -> Tensor:
-        """What arrives at each place before its weight: the bag's gradient, divided as the bag was."""
-        dim, sample, column = self.placed.dim, self.sample[places], self.placed.column
+    def gradient(self, positions: Tensor) -> Tensor:
+        """The gradient at each position before its weight is applied: the bag's gradient, divided as the bag was."""
+        dim, sample, column = self.layout.dim, self.sample[positions], self.layout.column
         if column is None:
             assert self._gradients.sequence is not None
             end = self._sequence_begin + self.ids.numel() * dim
-            return self._gradients.sequence[self._sequence_begin : end].view(-1, dim)[places].to(self.dtype)
-        columns = self._gradients.pooled[:, column : column + self.placed.width]
-        if self.placed.feature.kind.shape is Shape.CONCAT:
-            slot = places - self.starts[sample]
-            return columns.reshape(columns.shape[0], self.placed.width // dim, dim)[sample, slot].to(self.dtype)
+            return self._gradients.sequence[self._sequence_begin : end].view(-1, dim)[positions].to(self.dtype)
+        columns = self._gradients.pooled[:, column : column + self.layout.width]
+        if self.layout.feature.kind.shape is Shape.CONCAT:
+            slot = positions - self.starts[sample]
+            return columns.reshape(columns.shape[0], self.layout.width // dim, dim)[sample, slot].to(self.dtype)
         gradient = columns[sample].to(self.dtype)
         if self.divisor is not None:
             divisor = self.divisor[sample][:, None]
@@ -246,22 +243,22 @@ class _Occurrences:
         if self._winner_column is not None:
             assert self._gradients.winners is not None
             winners = self._gradients.winners[:, self._winner_column : self._winner_column + dim][sample]
-            gradient = gradient.masked_fill(winners != (places + self.begin)[:, None], 0.0)
+            gradient = gradient.masked_fill(winners != (positions + self.begin)[:, None], 0.0)
         return gradient
 
-    def items(self, places: Tensor) -> Tensor:
-        """What each place adds to its row's gradient."""
-        gradient = self.gradient(places)
-        return gradient * self.weights[places, None] if self.placed.feature.weighted else gradient
+    def items(self, positions: Tensor) -> Tensor:
+        """What the id at each position adds to the gradient of its row."""
+        gradient = self.gradient(positions)
+        return gradient * self.weights[positions, None] if self.layout.feature.weighted else gradient
 
 
 def _all_finite(gradients: Gradients) -> bool:
-    parts = (gradients.pooled, gradients.sequence)
-    return all(bool(part.isfinite().all()) for part in parts if part is not None)
+    tensors = (gradients.pooled, gradients.sequence)
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
 
 
 def _stored(update: Update, dtype: str, weight: Tensor, seed: int, step: int, table: int, rows: Tensor) -> Tensor:
-    """New rows in the table's format."""
+    """New rows in the number format of their table."""
     if not FLOATS[dtype].is_narrow:
         return weight
     random = random16(seed, step, table, rows, weight.shape[1]) if update.rounding == "stochastic" else None
@@ -269,9 +266,9 @@ def _stored(update: Update, dtype: str, weight: Tensor, seed: int, step: int, ta
 
 
 def put_rows(target: Tensor, rows: Tensor, numbers: Tensor) -> None:
-    """`target[rows] = numbers`, also for formats that torch cannot index into."""
+    """Does `target[rows] = numbers`, also for number formats that torch cannot index into."""
     as_indexable(target).index_copy_(0, rows, as_indexable(numbers))
 
 
-def _cat(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64, device=device)
+def _concatenated(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=torch.int64, device=device)

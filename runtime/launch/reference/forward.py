@@ -1,7 +1,7 @@
-"""The truth: what a lookup means, in plain torch operations. Every other backend is tested against its bits.
+"""The definition of a lookup in plain torch operations. Every other backend is tested against its bits.
 
-It is written to be read, not to be fast, but it is vectorised and works on one feature at a time, so that
-it can check batches and tables of real size. It never copies a table.
+This code is written to be read, not to be fast, but it is vectorised and works on one feature at a time, so that it
+can check batches and tables of real size. Tables are never copied.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.metadata import Metadata
 
 Load = Callable[[Tensor], Tensor]
-"""From int64 positions [k] to the items [k, D] that stand there."""
+"""A function from int64 positions [k] to the items [k, D] at these positions."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
-"""From what was combined so far and the next items, both [k, D], to the new state.
+"""A function from what was combined so far and the next items, both [k, D], to what is combined then.
 
-The result is written where the first argument was, so its gradients must not need that again: those of `torch.maximum`
-do, those of `torch.where` do not."""
+The result overwrites the first argument, so the function's gradients must not need that argument: those of
+`torch.maximum` do, those of `torch.where` do not."""
 
 
 class ReferenceForward:
-    """The reference as a backend: the call of a kernel, answered by `lookup`."""
+    """The reference's forward: it has the interface of a kernel and calls `lookup`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -42,7 +42,7 @@ class ReferenceForward:
         return lookup(self.plan.spec, batch.values, batch.offsets, batch.weights, tables, bounds_check=bounds_check)
 
     def check(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: no error is ever pending."""
 
 
 def lookup(
@@ -55,11 +55,12 @@ def lookup(
     bounds_check: str,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """All features of one batch: pooled `[B, output_width]` and the flat rows of those that are not pooled.
+    """Looks up all features of a batch. Returns the pooled output `[B, output_width]`, and the flat rows of features
+    that are not pooled.
 
-    `tables` holds a `[V, D]` tensor a table of the spec, maybe strided. Results have the spec's output dtype;
-    with `accumulate_dtype=torch.float64` they stay float64 (for gradcheck; autograd goes through tables and weights).
-    Raises what `raise_bad_input` raises. In modes other than "error" ids outside a table are absent.
+    `tables` holds one `[V, D]` tensor for each table of the spec, which may be strided. Results have the spec's output
+    dtype; with `accumulate_dtype=torch.float64` they stay float64 (for gradcheck; autograd goes through tables and
+    weights). Raises what `raise_bad_input` raises. If `bounds_check` is not "error", ids outside of a table are absent.
     """
     layout = layout_of(spec)
     batch = (offsets.numel() - 1) // len(spec.features)
@@ -70,7 +71,7 @@ def lookup(
     sequence = [torch.empty(0, dtype=out_dtype, device=values.device)]
     for bags in bags_of(layout, values, offsets, weights, tables, accumulate_dtype):
         result = _result(bags).to(out_dtype)
-        if bags.placed.column is None:
+        if bags.layout.column is None:
             sequence.append(result.flatten())
         else:
             pooled.append(result)
@@ -85,15 +86,15 @@ def bags_of(
     tables: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Iterator[Bags]:
-    """Every feature's part of a batch that is known to be good, in the order of features."""
+    """Yields the part of each feature of a batch that has no mistakes, in the order of features."""
     batch, offsets = (offsets.numel() - 1) // len(layout.features), offsets.long()
-    for placed in layout.features:
-        borders = offsets[placed.index * batch : (placed.index + 1) * batch + 1]
+    for feature_layout in layout.features:
+        borders = offsets[feature_layout.index * batch : (feature_layout.index + 1) * batch + 1]
         begin, end = int(borders[0]), int(borders[-1])
-        used = weights if placed.feature.weighted else None
+        used = weights if feature_layout.feature.weighted else None
         yield Bags(
-            placed=placed,
-            table=tables[placed.table_index],
+            layout=feature_layout,
+            table=tables[feature_layout.table_index],
             begin=begin,
             ids=values[begin:end].long(),
             weights=None if used is None else used[begin:end].to(dtype),
@@ -104,11 +105,12 @@ def bags_of(
 
 
 class Bags:
-    """One feature's part of the batch. Positions count from its first id, which is that at `begin` of values."""
+    """The bags of one feature in a batch. Positions count from the feature's first id, which is at `begin` in the
+    values of the batch."""
 
     def __init__(
         self,
-        placed: FeatureLayout,
+        layout: FeatureLayout,
         table: Tensor,
         begin: int,
         ids: Tensor,
@@ -117,19 +119,19 @@ class Bags:
         lengths: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        self.placed = placed
+        self.layout = layout
         self.table = table
         self.begin = begin
         self.weights = weights
         self.starts = starts
         self.lengths = lengths
         self.dtype = dtype
-        self.present = _present(ids, table.shape[0], placed.feature)
+        self.present = _present(ids, table.shape[0], layout.feature)
         self.any_absent = not bool(self.present.all())
-        self.ids = ids.masked_fill(~self.present, 0)  # an absent id reads row 0, and what it read is then dropped
+        self.ids = ids.masked_fill(~self.present, 0)  # an absent id reads row 0, which is then dropped
 
     def rows(self, absent: float) -> Load:
-        """The row at a position, times its weight; `absent` stands in for all columns of an absent id."""
+        """Loads the row of a position's id, multiplied by its weight. An absent id has `absent` in all columns."""
 
         def load(positions: Tensor) -> Tensor:
             rows = self.table.index_select(0, self.ids[positions]).to(self.dtype)
@@ -140,12 +142,12 @@ class Bags:
         return load
 
     def scalars(self, items: Tensor) -> Load:
-        """One number an id; an absent id adds nothing."""
+        """Loads one number of `items` per id. An absent id has 0."""
         column = items.masked_fill(~self.present, 0.0)[:, None]
         return lambda positions: column[positions]
 
     def count(self) -> Tensor:
-        """Present ids a bag, exactly."""
+        """The number of present ids in each bag, as integers."""
         before = torch.nn.functional.pad(self.present.long().cumsum(0), (1, 0))
         return before[self.starts + self.lengths] - before[self.starts]
 
@@ -158,8 +160,8 @@ def _present(ids: Tensor, rows: int, feature: FeatureSpec) -> Tensor:
 
 
 def _result(bags: Bags) -> Tensor:
-    """What the feature's pooling makes of them."""
-    kind = bags.placed.feature.kind
+    """The results of one feature's bags, by its pooling."""
+    kind = bags.layout.feature.kind
     if kind.shape is Shape.SEQUENCE:
         return _rows(bags)
     if kind.shape is Shape.CONCAT:
@@ -175,19 +177,20 @@ def _canonical_sum(load: Load, bags: Bags, width: int) -> Tensor:
 
 
 def stays(combiner: Combiner, best: Tensor, item: Tensor) -> Tensor:
-    """Where a selection stays what it is: the first of equals wins (so +0 and -0 keep their order), and NaN stays."""
+    """Where a selection keeps `best` and does not take `item`. The first of equal numbers wins, so which of +0 and -0
+    is selected depends on their order only; NaN is kept."""
     return (best >= item if combiner.order > 0 else best <= item) | best.isnan()
 
 
 def canonical_reduce(load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The canonical sums `[k, width]` of k runs of items, each from a start and of a length."""
+    """The canonical sums `[k, width]` of k runs of items. `starts` and `lengths` say which items a run has."""
     return reduce_bags(load, starts, lengths, width, dtype, torch.add, SUM.identity)
 
 
 def reduce_bags(
     load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype, combine: Combine, identity: float
 ) -> Tensor:
-    """Combines the items of every bag in order within chunks of 64, then the chunks by the same rule, recursively."""
+    """Combines the items of every bag: in order within chunks of 64, then the chunks by the same rule, recursively."""
     while True:
         chunks = (lengths + CHUNK - 1) // CHUNK
         bag = torch.repeat_interleave(chunks)
@@ -205,26 +208,26 @@ def reduce_bags(
 def _fold(
     load: Load, starts: Tensor, lengths: Tensor, width: int, dtype: torch.dtype, combine: Combine, identity: float
 ) -> Tensor:
-    """Runs of 1 to 64 items, each combined strictly in order; all runs advance together, a position at a time."""
-    lengths, order = lengths.sort(descending=True, stable=True)  # so that the runs still alive are always a prefix
+    """Combines each run of 1 to 64 items strictly in order. All runs advance together, by one position at a time."""
+    lengths, order = lengths.sort(descending=True, stable=True)  # so that the unfinished runs are always a prefix
     starts = starts[order]
     state = torch.full((lengths.numel(), width), identity, dtype=dtype, device=lengths.device)
     ended = torch.bincount(lengths, minlength=CHUNK + 1).cumsum(0).tolist()
     for position in range(CHUNK):
-        alive = lengths.numel() - ended[position]
-        if alive == 0:
+        unfinished = lengths.numel() - ended[position]
+        if unfinished == 0:
             break
-        state[:alive] = combine(state[:alive], load(starts[:alive] + position))
+        state[:unfinished] = combine(state[:unfinished], load(starts[:unfinished] + position))
     return torch.empty_like(state).index_copy(0, order, state)
 
 
 def _sum(bags: Bags) -> Tensor:
-    return _canonical_sum(bags.rows(absent=0.0), bags, bags.placed.dim)
+    return _canonical_sum(bags.rows(absent=0.0), bags, bags.layout.dim)
 
 
 def divisor(bags: Bags) -> Tensor:
-    """What a feature that divides divides its sums by, `[B, 1]`; 0 where its result is zeros."""
-    root = bags.placed.feature.kind.divisor is Divisor.ROOT
+    """What the sums of a feature whose pooling divides are divided by, `[B, 1]`; 0 where the result is zeros."""
+    root = bags.layout.feature.kind.divisor is Divisor.ROOT
     if bags.weights is None:
         amount = bags.count().to(bags.dtype)[:, None]
     else:
@@ -233,13 +236,15 @@ def divisor(bags: Bags) -> Tensor:
 
 
 def ieee_sqrt(numbers: Tensor) -> Tensor:
-    """The IEEE square root. torch's own for float32 on a CPU (MKL) is off by one bit for a sixth of all numbers;
-    the root of a float32 is never near enough to the middle of two others that an error in float64 would show."""
+    """The IEEE square root.
+
+    torch's own square root of float32 on a CPU (MKL) is off by one bit for a sixth of all numbers. The root in float64
+    rounds to the right float32, because the root of a float32 is never close enough to the middle of two float32."""
     return numbers.double().sqrt().to(numbers.dtype)
 
 
 def _divided(total: Tensor, denominator: Tensor) -> Tensor:
-    """One IEEE divide; a zero denominator gives zeros."""
+    """Divides once, as IEEE says; a zero denominator gives zeros."""
     zero = denominator == 0
     return (total / denominator.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
@@ -249,7 +254,7 @@ def _selection(bags: Bags, combiner: Combiner) -> Tensor:
         return torch.where(stays(combiner, best, item), best, item)
 
     rows, start = bags.rows(absent=combiner.identity), combiner.identity
-    best = reduce_bags(rows, bags.starts, bags.lengths, bags.placed.dim, bags.dtype, select, start)
+    best = reduce_bags(rows, bags.starts, bags.lengths, bags.layout.dim, bags.dtype, select, start)
     return best.masked_fill((bags.count() == 0)[:, None], 0.0)
 
 
@@ -258,9 +263,9 @@ def _rows(bags: Bags) -> Tensor:
 
 
 def _slots(bags: Bags) -> Tensor:
-    hotness = bags.placed.width // bags.placed.dim
+    hotness = bags.layout.width // bags.layout.dim
     bag = torch.repeat_interleave(bags.lengths)
-    place = bag * hotness + torch.arange(bag.numel(), dtype=torch.int64, device=bag.device) - bags.starts[bag]
+    slot = bag * hotness + torch.arange(bag.numel(), dtype=torch.int64, device=bag.device) - bags.starts[bag]
     slots = bags.lengths.numel() * hotness
-    result = torch.zeros((slots, bags.placed.dim), dtype=bags.dtype, device=bag.device)
-    return result.index_copy(0, place, _rows(bags)).view(bags.lengths.numel(), bags.placed.width)
+    result = torch.zeros((slots, bags.layout.dim), dtype=bags.dtype, device=bag.device)
+    return result.index_copy(0, slot, _rows(bags)).view(bags.lengths.numel(), bags.layout.width)

@@ -1,4 +1,4 @@
-"""The truth of a forward whose backward will come: a lookup, and what only the forward knows of it."""
+"""The definition of a training forward: a lookup, and what the backward needs of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embforge.launch.reference.forward import Bags, bags_of, divisor, lookup, re
 
 
 class ReferenceForwardTrain:
-    """The reference as a backend: the call of a kernel, answered by `lookup_train`."""
+    """The reference's training forward: it has the interface of a kernel and calls `lookup_train`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -30,7 +30,7 @@ class ReferenceForwardTrain:
         )
 
     def check(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: no error is ever pending."""
 
 
 def lookup_train(
@@ -43,13 +43,14 @@ def lookup_train(
     bounds_check: str,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> TrainResult:
-    """`lookup`, and then, a row a sample and a column as the layout places it:
+    """Returns what `lookup` returns, and two tensors with one row per sample, whose columns the layout assigns:
 
-    - divisors, in `accumulate_dtype`: what a feature that divides divided by; 0 where its result is zeros,
-    - winners, in the dtype of ids: the position in `values` of the id whose number a feature that selects took for a
-      column; -1 in a bag without a present id.
+    - divisors, in `accumulate_dtype`: what a feature whose pooling divides divided by; 0 where its result is zeros,
+    - winners, in the dtype of ids: for each column of a feature whose pooling selects, the position in `values` of the
+      id that the number came from; -1 for a bag without a present id.
 
-    Either is None if the spec has no such feature. Autograd goes through what `lookup` returns.
+    The rows of features that are not pooled, the divisors and the winners are None if the spec has no such feature.
+    Autograd goes through what `lookup` returns.
     """
     pooled, sequence = lookup(
         spec, values, offsets, weights, tables, bounds_check=bounds_check, accumulate_dtype=accumulate_dtype
@@ -58,9 +59,9 @@ def lookup_train(
     divisors, winners = [], []
     with torch.no_grad():
         for bags in bags_of(layout, values, offsets, weights, tables, accumulate_dtype):
-            if bags.placed.index in layout.divisor_column:
+            if bags.layout.index in layout.divisor_column:
                 divisors.append(divisor(bags))
-            elif bags.placed.index in layout.winner_column:
+            elif bags.layout.index in layout.winner_column:
                 winners.append(_winners(bags).to(values.dtype))
     return (
         pooled,
@@ -71,17 +72,18 @@ def lookup_train(
 
 
 def _winners(bags: Bags) -> Tensor:
-    """Reduces pairs of a number and its position, side by side in float64, which holds both exactly."""
-    combiner = bags.placed.feature.kind.combiner
+    """Finds winners by reducing pairs of a number and its position, next to each other in float64, which holds both
+    exactly."""
+    combiner = bags.layout.feature.kind.combiner
     assert combiner is not None
-    dim, rows = bags.placed.dim, bags.rows(absent=combiner.identity)
+    dim, rows = bags.layout.dim, bags.rows(absent=combiner.identity)
 
     def pairs(positions: Tensor) -> Tensor:
-        places = (bags.begin + positions).double().masked_fill(~bags.present[positions], -torch.inf)
-        return torch.cat([rows(positions).double(), places[:, None].expand(-1, dim)], dim=1)
+        in_values = (bags.begin + positions).double().masked_fill(~bags.present[positions], -torch.inf)
+        return torch.cat([rows(positions).double(), in_values[:, None].expand(-1, dim)], dim=1)
 
     def select(best: Tensor, item: Tensor) -> Tensor:
-        """As `lookup` does, but that the first present id is taken even if its number is what a bag begins with."""
+        """Selects as `lookup` does, but takes the first present id even if its number equals the start of a bag."""
         kept = stays(combiner, best[:, :dim], item[:, :dim]) & (best[:, dim:] >= 0)
         return torch.where(kept.repeat(1, 2), best, item)
 

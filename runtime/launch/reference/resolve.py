@@ -1,4 +1,4 @@
-"""The truth: what becomes of the ids of remapped tables, in plain torch operations."""
+"""The definition of how ids of remapped tables become rows, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from embforge.launch.metadata import Metadata
 
 
 class ReferenceResolve:
-    """The reference as a backend: the call of a kernel, answered feature by feature."""
+    """The reference's step from ids to rows: it has the interface of a kernel and works feature by feature."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     def __call__(self, metadata: Metadata, remaps: Sequence[Tensor], batch: Batch) -> Tensor:
-        """The rows of a batch's ids, see `ResolveKernel`."""
+        """Returns the rows of the batch's ids: see `ResolveKernel`."""
         spec, values = self.plan.spec, batch.values
         remapped = [table.name for table in spec.tables if not table.ids_are_rows]
         by_table = dict(zip(remapped, remaps, strict=True))
         ends = batch.offsets[:: batch.batch][1:].tolist() if batch.batch else [0] * len(spec.features)
         rows, begin = values.clone(), 0
         for feature, border in zip(spec.features, [*ends[:-1], values.numel()], strict=True):
-            end = max(begin, min(border, values.numel()))  # offsets that lie are found by the lookup
+            end = max(begin, min(border, values.numel()))  # the lookup finds wrong offsets
             if feature.table in by_table:
                 table = spec.table(feature.table)
                 rows[begin:end] = _rows(values[begin:end].long(), feature, table, by_table[table.name], values.dtype)
@@ -35,7 +35,7 @@ class ReferenceResolve:
         return rows
 
     def check(self) -> None:
-        """Nothing is ever pending."""
+        """Does nothing: no error is ever pending."""
 
 
 def _rows(ids: Tensor, feature: FeatureSpec, table: TableSpec, remap: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,7 +44,7 @@ def _rows(ids: Tensor, feature: FeatureSpec, table: TableSpec, remap: Tensor, dt
     entries = remap[ids.masked_fill(~known, 0)]
     good = (entries >= NO_ROW) & (entries < table.num_embeddings)
     entries = torch.where(good, entries, table.num_embeddings)
-    # What stands for an id that the table does not know: see codegen/remap.py.
+    # The number that represents an id that the table does not know: see codegen/remap.py.
     large = ids + (half - 1) + 1
     smallest = torch.where(large + 2 <= table.num_ids, -2 - large, table.num_embeddings + 1)
     negative = torch.where(large > table.num_embeddings, large, smallest)

@@ -1,7 +1,7 @@
-"""How new rows of narrow tables are stored: rounding, and the random numbers of the stochastic kind. In plain torch.
+"""How new rows are rounded to narrow number formats, in plain torch, and the random numbers of stochastic rounding.
 
-The generator is Philox4x32-10 (Salmon et al., 2011): a function of a key and a counter, so a number depends on where it
-is used and on nothing else. `PHILOX_ROUNDS` in codegen/semantics.py says what is key and what is counter.
+The generator is Philox4x32-10 (Salmon et al., 2011): a function of a key and a counter, so a random number depends only
+on where it is used. `PHILOX_ROUNDS` in codegen/semantics.py says what the key and the counter are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four words a counter, each 32 bits in an int64."""
+    """Four random words per counter, each of 32 bits in an int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):
@@ -31,7 +31,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def random16(seed: int, t: int, table: int, rows: Tensor, dim: int) -> Tensor:
-    """16 random bits for every element of these rows at step `t`: int64 [n, dim]."""
+    """16 random bits for every element of the rows at step `t`: int64 [n, dim]."""
     groups = torch.arange(-(-dim // 8), dtype=torch.int64, device=rows.device)
     shape = (rows.numel(), groups.numel())
     wide = rows.long()[:, None].expand(shape)
@@ -45,9 +45,10 @@ _CODES = {8: torch.uint8, 16: torch.int16}
 
 
 def rounded(x: Tensor, dtype_name: str, rounding: Rounding, random: Tensor | None = None) -> Tensor:
-    """fp32 numbers in a table's format. `random`, for the stochastic kind, holds 16 bits a number as int64.
+    """Rounds fp32 numbers to the number format of a table. `random`, which stochastic rounding needs, has 16 random
+    bits per number, as int64.
 
-    Finite numbers never become infinite, and results keep the sign of `x`, zeros too; NaN has none.
+    Finite numbers never become infinite. Results keep the sign of `x`, also zeros; NaN has no sign.
     """
     form = FLOATS[dtype_name]
     if not form.is_narrow:
@@ -58,7 +59,7 @@ def rounded(x: Tensor, dtype_name: str, rounding: Rounding, random: Tensor | Non
     everything = x.contiguous().view(torch.int32).long() & WORD
     magnitude = everything & 0x7FFFFFFF
     result = _normal(magnitude, form, chance)
-    if form.rebias:  # else its subnormal numbers are fp32's, shortened
+    if form.rebias:  # without a rebias, subnormal numbers are those of fp32 with fewer bits
         smallest = (form.rebias + 1) << 23
         result = torch.where(magnitude < smallest, _subnormal(x.abs() / form.smallest, chance), result)
     result = result.clamp(max=form.largest_code)
@@ -68,21 +69,22 @@ def rounded(x: Tensor, dtype_name: str, rounding: Rounding, random: Tensor | Non
 
 
 def _normal(magnitude: Tensor, form: Float, chance: Tensor | None) -> Tensor:
-    """Adds what decides the rounding to the bits that are dropped; a carry into the exponent is right."""
+    """Rounds normal numbers: adds to the bits that are dropped; a carry may go into the exponent, which is right."""
     if chance is None:
         half = (1 << form.dropped - 1) - 1
         added = half + (magnitude >> form.dropped & 1)
     elif form.dropped > 16:
-        added = chance << form.dropped - 16 | 1 << form.dropped - 17  # the middle of what 16 bits leave open
+        added = chance << form.dropped - 16 | 1 << form.dropped - 17  # the middle of the range that 16 bits leave open
     else:
         added = chance >> 16 - form.dropped
     return (magnitude + added >> form.dropped) - (form.rebias << 23 - form.dropped)
 
 
 def _subnormal(steps: Tensor, chance: Tensor | None) -> Tensor:
-    """A subnormal's bits are its size in steps of the smallest one."""
+    """Rounds subnormal numbers: their bits are their size in steps of the smallest number."""
     if chance is None:
         return steps.round().long()  # half to even
     whole = steps.floor()
-    middle = chance.to(steps.dtype) + 0.5  # of what 16 bits leave open: right to 2^-17 of a step in the mean
+    # The middle of the range that 16 bits leave open: the mean of results is right to 2^-17 of a step.
+    middle = chance.to(steps.dtype) + 0.5
     return whole.long() + ((steps - whole) * 65536 > middle)

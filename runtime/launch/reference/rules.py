@@ -1,4 +1,4 @@
-"""What an update rule means, in plain torch operations: the truth that the generated code is tested against."""
+"""The definition of update rules in plain torch operations. The generated code is tested against its bits."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ def apply_rule(
     states: Mapping[str, Tensor],
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """New rows and new states of n rows: `g` and `w` are [n, D], a state is [n, D] or, per row, [n].
+    """Returns the new rows and the new states of n rows. `g` (gradients) and `w` (weights) are [n, D]; a state is
+    [n, D], or [n] if it has one number per row. `t` is the number of the step.
 
-    `hyper` is as a kernel gets it: `HYPER`, then the rule's own numbers. With float32 every operation is IEEE and
-    rounded, as in the generated code; with float64 the same formulas are computed without that rounding.
+    `hyper` has the numbers that a kernel gets: those of `HYPER`, then the rule's own. With float32 every operation is
+    IEEE and rounded, as in the generated code; with float64 the same formulas are computed without that rounding.
     """
     return Evaluation(update, hyper, t, g, w, states, dtype).results()
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """[n, D] -> [n]: in `ROW_LANES` interleaved sums, that are then added by halves."""
+    """Adds up each row, [n, D] -> [n]: in `ROW_LANES` interleaved sums, which are then added by halves."""
     rows, dim = x.shape
     depth = -(-dim // ROW_LANES)
     padded = torch.nn.functional.pad(x, (0, depth * ROW_LANES - dim)).view(rows, depth, ROW_LANES)
@@ -52,7 +53,7 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 class Evaluation:
-    """One call of a rule: the steps of its program in order, by name."""
+    """One evaluation of a rule: runs the steps of its program in order and keeps their values by name."""
 
     def __init__(
         self,
@@ -73,29 +74,31 @@ class Evaluation:
         self.values: dict[str, Value] = {name: np.float64(number) for name, number in numbers}
         self.values |= {"t": np.float64(t), "g": g.to(dtype), "w": w.to(dtype)}
         for state in update.rule.states:
-            given = states[state.name].to(dtype)
-            self.values[state.name] = given if state.extent == "element" else given[:, None]
+            old = states[state.name].to(dtype)
+            self.values[state.name] = old if state.extent == "element" else old[:, None]
 
     def results(self) -> tuple[Tensor, dict[str, Tensor]]:
-        with np.errstate(all="ignore"):  # IEEE says what a division by zero is
+        """Runs the program. Returns the new rows and the new states by name."""
+        with np.errstate(all="ignore"):  # IEEE defines the result of a division by zero
             for step in self.program.steps:
                 if isinstance(step, Reduction):
                     self.values[step.name] = self.reduced(step)
                 else:
                     self.define(step)
-        found = {name: self.tensor(self.values[result.name]) for name, result in self.program.results}
+        results = {name: self.tensor(self.values[result.name]) for name, result in self.program.results}
         rows = {state.name for state in self.program.rule.states if state.extent == "row"}
-        new = {name: (value[:, 0] if name in rows else value).contiguous() for name, value in found.items()}
+        new = {name: (value[:, 0] if name in rows else value).contiguous() for name, value in results.items()}
         return new.pop("w"), new
 
     def define(self, step: Definition) -> None:
-        """Gives the step's name its value."""
+        """Evaluates a step and keeps its value under its name."""
         value = self.value(step.value)
         if step.kind != Kind.SCALAR:
             value = self.tensor(value).expand(self.shapes[step.kind])
         self.values[step.name] = value
 
     def reduced(self, step: Reduction) -> Tensor:
+        """The value of a reduction over rows: a sum, mean or norm."""
         x = self.tensor(self.value(step.value))
         total = row_sum(x * x if step.fold == "norm" else x)[:, None]
         if step.fold == "mean":
@@ -103,12 +106,14 @@ class Evaluation:
         return ieee_sqrt(total) if step.fold == "norm" else total
 
     def tensor(self, value: Value) -> Tensor:
-        """A scalar is rounded where it meets tensors. Never as a Python number: torch may divide by those its way."""
+        """The value as a tensor; a scalar is rounded to the dtype here. Tensors are never combined with Python numbers,
+        because torch may divide by those in its own way."""
         if isinstance(value, Tensor):
             return value
         return torch.full((1, 1), float(value), dtype=torch.float64, device=self.device).to(self.dtype)
 
     def value(self, node: Node) -> Value:
+        """The value of an expression."""
         if isinstance(node, Number):
             return np.float64(node.value)
         if not isinstance(node, Operation | Choice):
@@ -124,6 +129,7 @@ class Evaluation:
         return computed
 
     def scalar(self, node: Operation | Choice, operands: list[np.float64]) -> np.float64:
+        """The value of an operation on scalars."""
         if isinstance(node, Choice):
             left, right, yes, no = operands
             return yes if _RELATIONS[node.relation](left, right) else no
@@ -133,7 +139,8 @@ class Evaluation:
 
 
 def power(base: np.float64, exponent: int) -> np.float64:
-    """By squaring, lowest bit of the exponent first: the same roundings as in the generated code. 1 from 0 downward."""
+    """The power by squaring, from the lowest bit of the exponent: the same roundings as in the generated code. It is 1
+    for an exponent of 0 or less."""
     result = np.float64(1.0)
     while exponent > 0:
         if exponent & 1:

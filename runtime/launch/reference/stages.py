@@ -1,7 +1,8 @@
-"""The stages between ranks in plain torch and plain loops: slow, obvious, and the truth that every backend is held to.
+"""The definition of the stages between ranks, in plain torch and plain loops: slow and obvious. All other backends are
+tested against it.
 
-A sequence's slots are numbered by first occurrence here, as on the CPU. A GPU numbers merged ones by row: which slot an
-id has differs, what stands at its slot does not.
+The slots of a sequence are numbered by first occurrence here, as on the CPU. A GPU numbers merged slots by row, so an
+id may have another slot there; the row at its slot is the same.
 """
 
 from __future__ import annotations
@@ -11,10 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.codegen import stages as words
 from embforge.codegen.dtypes import DTYPES, Dtype
 from embforge.codegen.poolings import DIVIDE, SELECTING
-from embforge.codegen.stages import ABSENT, PACKED, STAGES, StagePlan
+from embforge.codegen.stages import (
+    ABSENT,
+    PACKED,
+    PART_WORDS,
+    PICK_WORDS,
+    PIECE_WORDS,
+    PLACE_WORDS,
+    SEGMENT_WORDS,
+    SOURCE_WORDS,
+    STAGES,
+    StagePlan,
+)
 from embforge.launch.reference.forward import stays
 from embforge.launch.reference.stages_ids import (
     IdBatch,
@@ -33,7 +44,7 @@ WORD_BYTES = 4
 
 
 class ReferenceStages:
-    """All stages, by their names."""
+    """All stages. Method `_NAME` runs stage NAME."""
 
     def __init__(self, plan: StagePlan) -> None:
         self.plan = plan
@@ -47,13 +58,13 @@ class ReferenceStages:
         getattr(self, f"_{stage}")(**arguments)
 
     def _count(self, lengths: Tensor, slots: Tensor, pools: Tensor | None, divisors: Tensor, header: Tensor,
-               mistake: Tensor, merge: int, divisor_width: int, **given: Any) -> None:  # fmt: skip
+               mistake: Tensor, merge: int, divisor_width: int, **of_batch: Any) -> None:  # fmt: skip
         mistake.zero_()
-        batch = IdBatch(**given)
-        found = batch.bad_border()
-        if found is None:
+        batch = IdBatch(**of_batch)
+        first_mistake = batch.bad_border()
+        if first_mistake is None:
             for bucketing in batch.bucketings:
-                found = batch.bad_id(bucketing) if found is None else found
+                first_mistake = batch.bad_id(bucketing) if first_mistake is None else first_mistake
                 if bucketing["sequence"]:
                     count_sequence(batch, bucketing, slots, header, bool(merge))
                 else:
@@ -63,13 +74,13 @@ class ReferenceStages:
                     if bucketing["checks"] and batch.features[bucketing["feature"]]["divides"]:
                         column = batch.features[bucketing["feature"]]["divisor_column"]
                         divisors.view(-1, divisor_width)[:, column] = divisor(batch, bucketing)
-        if found is not None:
-            mistake.copy_(torch.tensor(found, dtype=mistake.dtype, device=mistake.device))
+        if first_mistake is not None:
+            mistake.copy_(torch.tensor(first_mistake, dtype=mistake.dtype, device=mistake.device))
 
     def _fill(self, lengths: Tensor, slots: Tensor, pools: Tensor | None, places: Tensor, words: Tensor, merge: int,
-              **given: Any) -> None:  # fmt: skip
-        batch = IdBatch(**given)
-        to = records(places, _PLACES)
+              **of_batch: Any) -> None:  # fmt: skip
+        batch = IdBatch(**of_batch)
+        to = records(places, PLACE_WORDS)
         for bucketing in batch.bucketings:
             fill = self._fill_sequence if bucketing["sequence"] else self._fill_pooled
             fill(batch, bucketing, lengths, slots, to, words)
@@ -115,7 +126,7 @@ class ReferenceStages:
     def _regroup(self, segments: Tensor, words: Tensor, values: Tensor, offsets: Tensor, weights: Tensor | None,
                  num_segments: int) -> None:  # fmt: skip
         offsets[0] = 0
-        for segment in records(segments, _SEGMENTS)[:num_segments]:
+        for segment in records(segments, SEGMENT_WORDS)[:num_segments]:
             count, samples, to = segment["count"], segment["samples"], segment["values_to"]
             values[to : to + count] = _get(words, segment["ids_from"], count, self._wire_id)
             if segment["lengths_from"] < 0:
@@ -131,10 +142,10 @@ class ReferenceStages:
     def _gather(self, picks: Tensor, words: Tensor, rows: Tensor, picked: Tensor, num_picks: int,
                 row_bytes: int) -> None:  # fmt: skip
         source = rows.contiguous().view(torch.uint8).view(-1, row_bytes)
-        for pick in records(picks, _PICKS)[:num_picks]:
+        for pick in records(picks, PICK_WORDS)[:num_picks]:
             samples = _get(words, pick["asked_from"], pick["count"], torch.int32).long()
-            found = source[pick["row"] + samples, pick["byte"] : pick["byte"] + pick["bytes"]].reshape(-1)
-            picked.view(-1)[pick["to"] : pick["to"] + found.numel()] = found
+            bytes_ = source[pick["row"] + samples, pick["byte"] : pick["byte"] + pick["bytes"]].reshape(-1)
+            picked.view(-1)[pick["to"] : pick["to"] + bytes_.numel()] = bytes_
 
     def _network_forward(self, pieces: Tensor, sources: Tensor, lengths: Tensor, divisors: Tensor,
                          pools: Tensor | None, partials: Tensor, own_partials: Tensor | None, pooled: Tensor,
@@ -189,7 +200,7 @@ class ReferenceStages:
               row_bytes: int, packing: int) -> None:  # fmt: skip
         kind = PACKED[packing]
         into = bytes.view(rows, row_bytes)
-        for part in records(parts, words.PART_WORDS)[:num_parts]:
+        for part in records(parts, PART_WORDS)[:num_parts]:
             count, first = part["width"], part["byte"]
             own = numbers.view(rows, width)[:, part["column"] : part["column"] + count]
             largest = own.abs().amax(1, keepdim=True) if count else own.new_zeros(rows, 1)
@@ -205,7 +216,7 @@ class ReferenceStages:
     def _unpack(self, parts: Tensor, bytes: Tensor, numbers: Tensor, num_parts: int, rows: int, width: int,
                 row_bytes: int, packing: int) -> None:  # fmt: skip
         dtype = _torch_dtype(PACKED[packing])
-        for part in records(parts, words.PART_WORDS)[:num_parts]:
+        for part in records(parts, PART_WORDS)[:num_parts]:
             first = part["byte"]
             own = bytes.view(rows, row_bytes)
             scale = own[:, first : first + SCALE_BYTES].contiguous().view(torch.float32)
@@ -214,24 +225,23 @@ class ReferenceStages:
             numbers.view(rows, width)[:, part["column"] : part["column"] + part["width"]] = coded.float() * scale
 
 
-_PLACES, _SEGMENTS, _PICKS = words.PLACE_WORDS, words.SEGMENT_WORDS, words.PICK_WORDS
-
-
 def _divided(total: Tensor, divisor: Tensor) -> Tensor:
-    """One IEEE divide; a zero divisor gives zeros."""
+    """Divides once, as IEEE says; a zero divisor gives zeros."""
     zero = divisor == 0
     return (total / divisor.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
 def _pieces_of(pieces: Tensor, sources: Tensor, count: int) -> list[tuple[Record, list[Record]]]:
-    """Every piece with its partial pools."""
-    known = records(sources, words.SOURCE_WORDS)
-    found = records(pieces, words.PIECE_WORDS)[:count]
-    return [(piece, known[piece["first"] : piece["first"] + piece["sources"]]) for piece in found]
+    """Every piece with the sources of its partial pools."""
+    all_sources = records(sources, SOURCE_WORDS)
+    return [
+        (piece, all_sources[piece["first"] : piece["first"] + piece["sources"]])
+        for piece in records(pieces, PIECE_WORDS)[:count]
+    ]
 
 
 def _block(partials: Tensor, own_partials: Tensor | None, source: Record, batch: int, width: int) -> Tensor:
-    """The columns of a partial pool, a row a sample."""
+    """A source's columns of partial pools, one row per sample."""
     if source["own"]:
         assert own_partials is not None
         partials = own_partials
@@ -241,27 +251,31 @@ def _block(partials: Tensor, own_partials: Tensor | None, source: Record, batch:
 
 def _pools(partials: Tensor, own_partials: Tensor | None, pools: Tensor | None, source: Record, batch: int,
            width: int) -> Tensor:  # fmt: skip
-    """The same where pools may have been asked for: zeros for an empty bag."""
+    """The partial pools of a source, one per sample.
+
+    If only different pools were asked for, `pools` has the row of each sample's pool, or a negative number for an empty
+    bag, whose pool is zeros.
+    """
     if not source["asked"]:
         return _block(partials, own_partials, source, batch, width)
     assert pools is not None and not source["own"]
-    places = pools.view(-1, batch)[source["length_row"]].long()
-    asked = _block(partials, own_partials, source, int(places.max()) + 1, width)
-    found = asked[places.clamp_min(0)] if len(asked) else partials.new_zeros((batch, width))
-    return torch.where(places[:, None] < 0, torch.zeros_like(found), found)
+    rows = pools.view(-1, batch)[source["length_row"]].long()
+    asked = _block(partials, own_partials, source, int(rows.max()) + 1, width)
+    of_samples = asked[rows.clamp_min(0)] if len(asked) else partials.new_zeros((batch, width))
+    return torch.where(rows[:, None] < 0, torch.zeros_like(of_samples), of_samples)
 
 
 def _torch_dtype(dtype: Dtype) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype.torch_name)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, dtype.torch_name)
+    return torch_dtype
 
 
 def _put(into: Tensor, at: int, numbers: Tensor) -> None:
-    """Writes numbers as words of 4 bytes."""
-    found = numbers.contiguous().view(torch.int32)
-    into[at : at + found.numel()] = found
+    """Writes numbers into an array of 4-byte words."""
+    words = numbers.contiguous().view(torch.int32)
+    into[at : at + words.numel()] = words
 
 
 def _get(out_of: Tensor, at: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Reads numbers that stand as words of 4 bytes."""
+    """Reads `count` numbers from an array of 4-byte words."""
     return out_of[at : at + count * dtype.itemsize // WORD_BYTES].clone().view(dtype)

@@ -1,4 +1,4 @@
-"""The stages that deal out ids, in plain loops: what `stages_reference` calls."""
+"""The definition of the stages that distribute ids to ranks, in plain loops, for `ReferenceStages`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from embforge.launch.reference.forward import canonical_reduce, ieee_sqrt
 
 Record = dict[str, int]
 UNCHECKED = 2**64 - 1
+"""The number of rows of a table whose ids are not checked."""
 
 
 def records(array: Tensor, names: Sequence[str]) -> list[Record]:
-    """The rows of a metadata array, by the names of their words."""
+    """The rows of a metadata array as dictionaries; `names` are the names of a row's words."""
     return [dict(zip(names, row, strict=True)) for row in array.reshape(-1, len(names)).tolist()]
 
 
 class IdBatch:
-    """A batch and how its ids are spread, as Python numbers."""
+    """A batch, and how its ids are distributed, as Python numbers."""
 
     def __init__(self, features: Tensor, bucketings: Tensor, shard_streams: Tensor, streams: Tensor, values: Tensor,
                  offsets: Tensor, weights: Tensor | None, num_features: int, num_bucketings: int, batch: int,
@@ -38,28 +39,33 @@ class IdBatch:
         self.size, self.bounds = batch, bounds
 
     def stream_of(self, bucketing: Record, shard: int) -> int:
+        """The index of the stream that goes to a shard."""
         return int(self._shard_streams[bucketing["first"] + shard])
 
     def layer_of(self, slots: Tensor, bucketing: Record) -> Tensor:
+        """The slots of a bucketing's ids: one number per id of the batch."""
         return slots.flatten()[bucketing["layer"] * len(self.ids) :][: len(self.ids)]
 
     def positions(self, feature: int) -> range:
+        """The positions of a feature's ids."""
         return range(self.borders[feature * self.size], self.borders[(feature + 1) * self.size])
 
     def bag(self, feature: int, sample: int) -> range:
+        """The positions of the ids of a bag."""
         return range(*self.borders[feature * self.size + sample :][:2])
 
     def is_row(self, bucketing: Record, position: int) -> bool:
+        """Whether an id is a row of its table."""
         rows = UNCHECKED if self.bounds == 2 else self.features[bucketing["feature"]]["rows"] % 2**64
         return self.ids[position] % 2**64 < rows
 
     def is_present(self, bucketing: Record, position: int) -> bool:
-        """Whether an id counts: it is a row, and not what a pooled bag leaves out."""
+        """Whether an id counts: it is a row, and is not the padding id of a pooled feature."""
         pads = self.ids[position] == self.features[bucketing["feature"]]["padding"] and not bucketing["sequence"]
         return self.is_row(bucketing, position) and not pads
 
     def owned(self, bucketing: Record, position: int) -> tuple[int, int]:
-        """The shard that holds an id's row, and the row in it."""
+        """The shard that holds the row of an id, and the number of the row in the shard."""
         row = (self.ids[position] + self.features[bucketing["feature"]]["base"]) % 2**64
         shards, block = bucketing["shards"], bucketing["block"]
         if shards == 1:
@@ -69,33 +75,36 @@ class IdBatch:
         return (row // block, row % block) if row // block < shards else (shards - 1, 0)
 
     def weight_of(self, positions: Sequence[int]) -> Tensor:
+        """The weights at these positions; ones if the batch has no weights."""
         if self.weights is None:
             return torch.ones(len(positions), dtype=torch.float32, device=self.device)
         return self.weights[list(positions)]
 
     def bad_border(self) -> list[int] | None:
-        """The first mistake among borders: kind, feature, sample, position, value."""
+        """The first mistake in the offsets as the numbers kind, feature, sample, position and value; None if there is
+        none."""
 
-        def found(kind: str, bag: int, position: int, value: int) -> list[int]:
+        def mistake(kind: str, bag: int, position: int, value: int) -> list[int]:
             return [MISTAKES.index(kind) + 1, *(divmod(bag, self.size) if self.size else (0, 0)), position, value]
 
         bags = len(self.features) * self.size
         if self.borders[0]:
-            return found("BAD_OFFSET", 0, 0, self.borders[0])
+            return mistake("BAD_OFFSET", 0, 0, self.borders[0])
         for bag in range(bags):
             if self.borders[bag + 1] < self.borders[bag]:
-                return found("BAD_OFFSET", bag, bag + 1, self.borders[bag + 1])
+                return mistake("BAD_OFFSET", bag, bag + 1, self.borders[bag + 1])
         if self.borders[bags] != len(self.ids):
-            return found("BAD_OFFSET", max(bags - 1, 0), bags, self.borders[bags])
+            return mistake("BAD_OFFSET", max(bags - 1, 0), bags, self.borders[bags])
         for bag in range(bags):
             hotness = self.features[bag // self.size]["hotness"]
             length = self.borders[bag + 1] - self.borders[bag]
             if hotness and length > hotness:
-                return found("LONG_CONCAT", bag, hotness, length)
+                return mistake("LONG_CONCAT", bag, hotness, length)
         return None
 
     def bad_id(self, bucketing: Record) -> list[int] | None:
-        """The bucketing's first id that is no row, where that is a mistake."""
+        """The first id of a bucketing that is not a row, in the form of `bad_border`; None if there is none, or if such
+        ids are allowed."""
         if not bucketing["checks"] or self.bounds != 0:
             return None
         feature = bucketing["feature"]
@@ -110,10 +119,11 @@ class IdBatch:
 
 
 def count_pooled(batch: IdBatch, bucketing: Record, lengths: Tensor, header: Tensor) -> None:
+    """Counts the ids of a pooled feature that go to each shard: per sample in `lengths`, and in total in `header`."""
     counts = torch.zeros(bucketing["shards"], batch.size, dtype=torch.int32, device=lengths.device)
     for sample in range(batch.size):
         for position in batch.bag(bucketing["feature"], sample):
-            if bucketing["shards"] == 1:  # which gets all ids, absent ones too
+            if bucketing["shards"] == 1:  # a single shard gets all ids, also absent ones
                 counts[0, sample] += 1
             elif batch.is_present(bucketing, position):
                 counts[batch.owned(bucketing, position)[0], sample] += 1
@@ -125,6 +135,11 @@ def count_pooled(batch: IdBatch, bucketing: Record, lengths: Tensor, header: Ten
 
 
 def count_pools(batch: IdBatch, bucketing: Record, lengths: Tensor, pools: Tensor, header: Tensor) -> None:
+    """Counts the different pools that are asked for. Bags that have the same single id without a weight share a pool.
+
+    Each bag gets in `pools` the number of its pool, -1 minus that number if an earlier bag has the pool already, or
+    `ABSENT` if it has no ids on the shard.
+    """
     feature, whole = bucketing["feature"], bucketing["shards"] == 1
     for shard in range(bucketing["shards"]):
         stream = batch.streams[batch.stream_of(bucketing, shard)]
@@ -158,6 +173,8 @@ def count_pools(batch: IdBatch, bucketing: Record, lengths: Tensor, pools: Tenso
 
 
 def fill_pools(batch: IdBatch, bucketing: Record, pools: Tensor, places: list[Record], words: Tensor) -> None:
+    """Writes the samples of the different pools into the message, and replaces the numbers of `count_pools`: each bag
+    gets the number of its pool, or -1 if it has none."""
     for shard in range(bucketing["shards"]):
         index = batch.stream_of(bucketing, shard)
         stream, to = batch.streams[index], places[index]["asked_at"]
@@ -172,16 +189,16 @@ def fill_pools(batch: IdBatch, bucketing: Record, pools: Tensor, places: list[Re
 
 
 def divisor(batch: IdBatch, bucketing: Record) -> Tensor:
-    """What a feature's bags are divided by; 0 for a bag without an id that counts."""
+    """What the bags of a feature are divided by; 0 for a bag in which no id counts."""
     facts, feature = batch.features[bucketing["feature"]], bucketing["feature"]
     root = facts["divides"] == Divisor.ROOT
     bags = [batch.bag(feature, sample) for sample in range(batch.size)]
-    here = [[batch.is_present(bucketing, position) for position in bag] for bag in bags]
-    present = torch.tensor([sum(bag) for bag in here], dtype=torch.int64, device=batch.device)
+    counts = [[batch.is_present(bucketing, position) for position in bag] for bag in bags]
+    present = torch.tensor([sum(bag) for bag in counts], dtype=torch.int64, device=batch.device)
     if not facts["weighted"] or batch.weights is None:
         amount = present.float()
     else:
-        counted = torch.tensor(list(chain.from_iterable(here)), dtype=torch.bool, device=present.device)
+        counted = torch.tensor(list(chain.from_iterable(counts)), dtype=torch.bool, device=present.device)
         weights = batch.weights[list(batch.positions(feature))].masked_fill(~counted, 0.0)
         items = (weights * weights if root else weights)[:, None]
         starts = torch.tensor([bag.start - bags[0].start for bag in bags], dtype=torch.int64, device=present.device)
@@ -191,6 +208,8 @@ def divisor(batch: IdBatch, bucketing: Record) -> Tensor:
 
 
 def count_sequence(batch: IdBatch, bucketing: Record, slots: Tensor, header: Tensor, merge: bool) -> None:
+    """Counts the ids of a sequence that go to each shard into `header`, and gives each id a slot. With `merge`, equal
+    ids share a slot: later ones get -1 minus the slot of the first."""
     counts = [0] * bucketing["shards"]
     seen: dict[tuple[int, int], int] = {}
     own = batch.layer_of(slots, bucketing)

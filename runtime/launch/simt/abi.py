@@ -1,4 +1,5 @@
-"""`templates/emulator/abi.h` for Python: images, loaded and launched. A test compares the structures to the header."""
+"""`templates/emulator/abi.h` in Python: loads images and launches their kernels. A test compares the structures with
+the header."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from embforge.codegen.errors import ToolchainError
 from embforge.launch.simt.counters import SINGLE, Traffic
 
 ABI = 1
-"""SIMT_ABI of the images that this file can launch."""
+"""The value of SIMT_ABI in the images that this file can launch."""
 COUNT = 1
-"""The flag of a launch that counts."""
+"""The flag of a launch that counts memory instructions."""
 DONE, BUG, IMPOSSIBLE = 0, 1, 2
-"""What a launch returns."""
+"""The codes that a launch returns."""
 
 
 class SimtRegion(ctypes.Structure):
@@ -53,7 +54,7 @@ class SimtLaunch(ctypes.Structure):
 
 
 class SimtPlace(ctypes.Structure):
-    """A place in a kernel."""
+    """A thread of a launch, and the instruction that it executes."""
 
     _fields_ = (
         ("block", ctypes.c_uint32 * 3),
@@ -63,7 +64,7 @@ class SimtPlace(ctypes.Structure):
 
 
 class SimtReport(ctypes.Structure):
-    """The first bug that a launch met."""
+    """The first bug that a launch found."""
 
     _fields_ = (
         ("kind", ctypes.c_char * 32),
@@ -93,7 +94,7 @@ class SimtCounters(ctypes.Structure):
 
 
 class SimtKernelInfo(ctypes.Structure):
-    """What an image says of one of its kernels."""
+    """What an image says about one of its kernels."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -109,7 +110,8 @@ STRUCTURES = (SimtRegion, SimtLaunch, SimtPlace, SimtReport, SimtTraffic, SimtCo
 
 @dataclass(frozen=True)
 class Region:
-    """Memory that kernels may touch. `defined` is the address of a byte for each of its bytes, or 0: all is defined."""
+    """Memory that kernels may access. `defined` is the address of an array that has for each byte of the region one
+    byte, which says whether it has been written; or 0 if the whole region is defined."""
 
     name: str
     begin: int
@@ -137,8 +139,11 @@ class Image:
         for name, result, arguments in _PROTOTYPES:
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
-        if (found := self._library.simt_abi()) != ABI:
-            raise ToolchainError(f"image {path} has interface {found}, this embforge knows {ABI}; make it anew")
+        if (version := self._library.simt_abi()) != ABI:
+            raise ToolchainError(
+                f"image {path} has interface {version}, but this embforge knows {ABI}; delete the image, so that it is "
+                "made again"
+            )
         self.arch: str = self._library.simt_arch().decode()
         self.kernels = {kernel.name: kernel for kernel in map(self._kernel, range(self._library.simt_kernel_count()))}
         self._lock = threading.Lock()
@@ -155,7 +160,8 @@ class Image:
         seed: int = 0,
         count: bool = False,
     ) -> tuple[int, SimtReport, Counted | None]:
-        """One launch: what it returned, its report, and its counters if asked for and it came to an end.
+        """Launches a kernel. Returns the code of the launch, its report, and its counters if `count` is set and the
+        launch completed.
 
         `arguments` are ctypes values, in the kernel's order.
         """
@@ -193,7 +199,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Counted:
-    """The counters of one launch; loads and stores have an element a region, in the launch's order."""
+    """The counters of one launch. `loads` and `stores` have one element for each region, in the order of the launch."""
 
     counters: SimtCounters
     loads: list[SimtTraffic]
@@ -211,10 +217,10 @@ _PROTOTYPES: tuple[tuple[str, Any, list[Any]], ...] = (
 
 
 def load_image(path: Path) -> Image:
-    """The image in a file. The same file gives the same object, because its launches must take turns."""
-    found = os.stat(path)
+    """Loads the image in a file. The same file always gives the same object, because its launches must take turns."""
+    file = os.stat(path)
     with _LOADING:
-        return _loaded(path.resolve(), found.st_dev, found.st_ino)
+        return _loaded(path.resolve(), file.st_dev, file.st_ino)
 
 
 _LOADING = threading.Lock()

@@ -1,13 +1,13 @@
-"""Runs a plan's CUDA backward on the CPU by the SIMT executor, and raises what it finds wrong with it.
+"""Runs a plan's backward kernels on the CPU by the SIMT executor, and raises the bugs that it finds.
 
-Tables and states up to `MOST_COPIED` bytes are copied to where nothing lies near them, and copied back once all went
-well; larger ones are updated where they are.
+Tables and states up to `MOST_COPIED` bytes are copied to guarded memory, and copied back if the whole call succeeds;
+larger ones are updated where they are.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.errors import KernelBugError
-from embforge.codegen.kernel import KERNELS, UPDATE_METADATA_WORDS
+from embforge.codegen.kernel import UPDATE_METADATA_WORDS
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.backward import backward_shape_of
 from embforge.codegen.targets.cuda.launch import status_size
@@ -33,18 +33,18 @@ from embforge.launch.gpu.backward_call import (
 from embforge.launch.gpu.forward_call import Value
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata
-from embforge.launch.simt.abi import Image, load_image
+from embforge.launch.simt.abi import load_image
 from embforge.launch.simt.counters import TABLE
 from embforge.launch.simt.forward import MOST_COPIED, MOST_SEEDS
 from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
-from embforge.launch.simt.run import WORD_BYTES, Memory, launch_kernel, raise_mistakes
+from embforge.launch.simt.run import Memory, check_kernels, launch_kernel, raise_mistakes
 from embforge.launch.update_kernel import UpdateKernel
 
 CPU = torch.device("cpu")
 
 
 class _SimtKernels:
-    """One plan's kernels in an image. Threads may share it; their launches take turns."""
+    """The kernels of a plan in a loaded image. Threads may share it; their launches take turns."""
 
     def __init__(self, plan: Plan, image: Path) -> None:
         self.plan = plan
@@ -53,24 +53,17 @@ class _SimtKernels:
         self._calls = count()
 
     def check(self) -> None:
-        """Nothing is ever pending: whatever is wrong raises in the call that has it."""
+        """Does nothing: mistakes and bugs raise in the call that has them, so no error is ever pending."""
 
     def _seed(self) -> int:
-        """Every call has another schedule, the same ones in every process."""
+        """The seed of the next call. Every call has a different schedule, in the same order in every process."""
         return next(self._calls) % MOST_SEEDS
 
-    def _known(self, symbols: Sequence[str], image: Image) -> None:
-        wanted = (WORD_BYTES,) * len(KERNELS[self.plan.op].in_blocks)
-        for symbol in symbols:
-            kernel = image.kernels.get(symbol)
-            if kernel is None or kernel.argument_bytes != wanted:
-                raise AssertionError(f"the launcher passes {wanted} to {symbol}, image {image.path} has {kernel}")
-
     def _run(self, call: Call, memory: Memory, status: Tensor, batch: Batch, bounds_check: str, seed: int) -> None:
-        """All steps of a call; what is wrong with the batch raises behind the last.
+        """Runs all steps of a call, then raises the mistakes that the kernels found in the batch.
 
-        Unchecked ids are looked at first: one that is no row of its table may be a row of another, where it would do
-        harm that no check of memory finds.
+        Ids that the kernels do not check are checked first: an id outside of its table may address a row of another
+        table, and no check of memory would find that.
         """
         if bounds_check == "unchecked":
             raise_bad_input(self.plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, "error")
@@ -89,7 +82,7 @@ class SimtBackward(_SimtKernels, UpdateKernel):
     def __init__(self, plan: Plan, image: Path) -> None:
         super().__init__(plan, image)
         self._shape = backward_shape_of(self._twin)
-        self._known(self._shape.symbols, self._image)
+        check_kernels(self._image, plan.op, self._shape.symbols)
 
     def __call__(
         self,
@@ -103,31 +96,32 @@ class SimtBackward(_SimtKernels, UpdateKernel):
         bounds_check: str,
         seed: int | None = None,
     ) -> Tensor:
-        """One update under the schedule of a seed: 0, or infinity if a gradient was not finite.
+        """Updates rows and states under the schedule of a seed. Returns 0, or infinity if a gradient is not finite and
+        the loss was scaled.
 
-        Raises what `raise_bad_input` raises, before anything is written; `KernelBugError` for what a kernel does wrong.
+        Raises what `raise_bad_input` raises, before anything is written, and `KernelBugError` for a bug in a kernel.
         """
-        places = _Places(self.plan, metadata, tables, states)
-        guarded = guarded_copy(counters)
-        read = gradient_arguments(places.metadata, _guarded_batch(batch), _guarded(gradients), bounds_check)
-        call = backward_call(self._shape, read, guarded_copy(hyper), guarded, guarded_empty)
-        memory = places.memory()
+        copies = _GuardedTables(self.plan, metadata, tables, states)
+        guarded_counters = guarded_copy(counters)
+        read = gradient_arguments(copies.metadata, _guarded_batch(batch), _guarded(gradients), bounds_check)
+        call = backward_call(self._shape, read, guarded_copy(hyper), guarded_counters, guarded_empty)
+        memory = copies.memory()
         status = _describe(call, memory, writable={"counters", "verdict"})
         self._run(call, memory, status, batch, bounds_check, self._seed() if seed is None else seed)
-        places.copy_back()
-        counters.copy_(guarded)
-        verdict = call.given["verdict"]
+        copies.copy_back()
+        counters.copy_(guarded_counters)
+        verdict = call.by_name["verdict"]
         assert isinstance(verdict, Tensor)
         return verdict
 
 
 class SimtReduce(_SimtKernels):
-    """The gradient of every row that occurs."""
+    """Computes the gradient of every row that occurs."""
 
     def __init__(self, plan: Plan, image: Path) -> None:
         super().__init__(plan, image)
         self._shape = backward_shape_of(self._twin)
-        self._known(self._shape.symbols, self._image)
+        check_kernels(self._image, plan.op, self._shape.symbols)
 
     def __call__(
         self,
@@ -138,7 +132,7 @@ class SimtReduce(_SimtKernels):
         bounds_check: str,
         seed: int | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """A table's rows and gradients each. Raises as an update does."""
+        """Returns, for each table, the rows that occur and their gradients. Raises as an update does."""
         words = Metadata(guarded_copy(metadata.words), 0)
         read = gradient_arguments(words, _guarded_batch(batch), _guarded(gradients), bounds_check)
         first = reduce_call(self._shape, len(tables), read, guarded_empty)
@@ -146,22 +140,22 @@ class SimtReduce(_SimtKernels):
         status = _describe(first.call, memory, writable={"counts"})
         seed = self._seed() if seed is None else seed
         self._run(first.call, memory, status, batch, bounds_check, seed)
-        call, found = first.finish(first.counts.tolist(), self.plan)
+        call, tensors = first.finish(first.counts.tolist(), self.plan)
         results = {"rows", "gradients"}
-        memory.describe({name: call.given[name] for name in sorted(results)}, results, ())
+        memory.describe({name: call.by_name[name] for name in sorted(results)}, results, ())
         self._run(call, memory, status, batch, bounds_check, seed)
         for name in sorted(results):
-            _raise_unwritten(self.plan, memory, call.given, name)
-        return found
+            _raise_unwritten(self.plan, memory, call.by_name, name)
+        return tensors
 
 
 class SimtWeightGradient(_SimtKernels):
-    """The gradient of per-sample weights."""
+    """Computes the gradients of per-sample weights."""
 
     def __init__(self, plan: Plan, image: Path) -> None:
         super().__init__(plan, image)
         self._shape = weights_shape(self._twin)
-        self._known(self._shape.symbols, self._image)
+        check_kernels(self._image, plan.op, self._shape.symbols)
 
     def __call__(
         self,
@@ -172,58 +166,63 @@ class SimtWeightGradient(_SimtKernels):
         bounds_check: str,
         seed: int | None = None,
     ) -> Tensor:
-        """A number an id. Raises as an update does."""
-        places = _Places(self.plan, metadata, tables)
-        read = gradient_arguments(places.metadata, _guarded_batch(batch), _guarded(gradients), bounds_check)
+        """Returns one number per id. Raises as an update does."""
+        copies = _GuardedTables(self.plan, metadata, tables)
+        read = gradient_arguments(copies.metadata, _guarded_batch(batch), _guarded(gradients), bounds_check)
         call, result = weight_gradient_call(self._shape, read, guarded_empty)
-        memory = places.memory()
+        memory = copies.memory()
         status = _describe(call, memory, writable=set())
         self._run(call, memory, status, batch, bounds_check, self._seed() if seed is None else seed)
-        _raise_unwritten(self.plan, memory, call.given, "weight_gradient")
+        _raise_unwritten(self.plan, memory, call.by_name, "weight_gradient")
         return result
 
 
-class _Places:
-    """Tables and states where kernels find them."""
+class _GuardedTables:
+    """Guarded copies of tables and states. Those of more than `MOST_COPIED` bytes are not copied."""
 
     def __init__(
         self, plan: Plan, metadata: Metadata, tables: Sequence[Tensor], states: Sequence[Tensor] | None = None
     ) -> None:
         self._writable = states is not None
         self._names = [table.name for table in plan.spec.tables]
-        self._given = [*tables, *(states or ())]
-        self._placed = [guarded_copy(t) if spanned_bytes(t) <= MOST_COPIED else t for t in self._given]
+        self._originals = [*tables, *(states or ())]
+        self._copies = [guarded_copy(t) if spanned_bytes(t) <= MOST_COPIED else t for t in self._originals]
         words = guarded_copy(metadata.words)
-        distances = [there.data_ptr() - here.data_ptr() for here, there in zip(self._given, self._placed, strict=True)]
+        distances = [copy.data_ptr() - original.data_ptr() for original, copy in self._pairs()]
         for name, moved in (("address", distances[: len(tables)]), ("state", distances[len(tables) :])):
             if not moved:
                 continue
             words[:, UPDATE_METADATA_WORDS.index(name)] += torch.tensor(moved, dtype=torch.int64, device="cpu")
         self.metadata = Metadata(words, words.data_ptr())
 
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self._originals, self._copies, strict=True)
+
     def memory(self) -> Memory:
+        """The regions that hold the tables and states."""
         memory = Memory()
         names = [f"{TABLE}{name}" for name in self._names] + [f"states of {name}" for name in self._names]
-        for name, tensor in zip(names, self._placed, strict=False):
+        for name, tensor in zip(names, self._copies, strict=False):
             memory.known(name, tensor, writable=self._writable)
         return memory
 
     def copy_back(self) -> None:
-        for here, there in zip(self._given, self._placed, strict=True):
-            if here.data_ptr() != there.data_ptr():
-                ctypes.memmove(here.data_ptr(), there.data_ptr(), spanned_bytes(here))
+        """Copies what kernels wrote to the tables and states themselves."""
+        for original, copy in self._pairs():
+            if original.data_ptr() != copy.data_ptr():
+                ctypes.memmove(original.data_ptr(), copy.data_ptr(), spanned_bytes(original))
 
 
 def _describe(call: Call, memory: Memory, writable: set[str]) -> Tensor:
-    """Tells the memory of a call's tensors; returns status words for it."""
+    """Adds the tensors of a call to its memory, and new status words, which it returns."""
     status = guarded_empty((status_size(),), torch.int64, CPU).zero_()
     memory.known("status", status, writable=True)
-    memory.describe(call.given, call.space, writable)
+    memory.describe(call.by_name, call.space, writable)
     return status
 
 
-def _raise_unwritten(plan: Plan, memory: Memory, given: dict[str, Value], name: str) -> None:
-    result = given[name]
+def _raise_unwritten(plan: Plan, memory: Memory, arguments: dict[str, Value], name: str) -> None:
+    result = arguments[name]
     if not isinstance(result, Tensor) or not result.numel():
         return
     missing = memory.unwritten(name)

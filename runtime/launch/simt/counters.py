@@ -1,6 +1,6 @@
-"""What memory instructions cost, as the SIMT executor counts them: warp instructions as the source issues them.
+"""The memory instructions of a kernel, as the SIMT executor counts them: warp instructions, as the source issues them.
 
-Not what a GPU measured: caches, replays and what its compiler makes of the source are unknown here.
+These are not measurements of a GPU: its caches and replays, and the changes of its compiler, are unknown here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from operator import add
 from typing import Any
 
 SECTOR = 32
-"""Bytes that global memory moves at least."""
+"""The least number of bytes that global memory moves at once."""
 
 TABLE = "table "
-"""What the name of a table's region begins with; the table's own name follows."""
+"""The prefix of the names of regions that hold tables; the name of the table follows."""
 KIND_OF = {
     "values": "ids",
     "weights": "weights",
@@ -28,48 +28,48 @@ KIND_OF = {
     "status": "work",
 }
 KINDS = ("rows", *dict.fromkeys(KIND_OF.values()))
-"""What regions are for: rows of tables; ids; their weights; bag borders; ...; work space of the kernels."""
+"""The kinds of regions: rows of tables, ids, their weights, offsets of bags, ..., work space of the kernels."""
 
 
 def kind_of(region: str) -> str:
-    """What a region of that name is for."""
+    """The kind of the region with this name."""
     return "rows" if region.startswith(TABLE) else KIND_OF[region]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Loads or stores of some memory. For shared memory, `sectors` are wavefronts of 32 banks of 4 bytes."""
+    """Counts of the loads or stores of some memory. For shared memory, `sectors` are wavefronts of 32 4-byte banks."""
 
     instructions: int = 0
-    """With at least one active lane."""
+    """Warp instructions with at least one active lane."""
     idle: int = 0
-    """With none: every lane was predicated off."""
+    """Warp instructions without an active lane: every lane was predicated off."""
     lanes: int = 0
-    """Active, summed over instructions."""
+    """Active lanes, summed over instructions."""
     bytes: int = 0
-    """Asked for, by all lanes."""
+    """Bytes that all lanes requested."""
     useful: int = 0
-    """The same without what several lanes of an instruction asked for at once."""
+    """Bytes that were requested, where a byte counts only once per instruction."""
     sectors: int = 0
-    """Touched, summed over instructions."""
+    """Sectors that were accessed, summed over instructions."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Traffic)))
 
     @property
     def efficiency(self) -> float | None:
-        """The share of the moved bytes that was asked for; None if nothing was moved."""
+        """The share of the moved bytes that was requested; None if nothing was moved."""
         return self.useful / (SECTOR * self.sectors) if self.sectors else None
 
     @property
     def active_lanes(self) -> float | None:
-        """Lanes of 32 that an instruction had work for, in the mean; None without instructions."""
+        """The mean number of active lanes per instruction, of 32; None if there are no instructions."""
         return self.lanes / self.instructions if self.instructions else None
 
 
 @dataclass(frozen=True)
 class KernelCounters:
-    """One kernel's counters; `loads` and `stores` by region."""
+    """The counters of one kernel. `loads` and `stores` have those of global memory by the names of regions."""
 
     kernel: str
     loads: Mapping[str, Traffic]
@@ -77,39 +77,41 @@ class KernelCounters:
     shared_loads: Traffic = Traffic()
     shared_stores: Traffic = Traffic()
     bank_conflicts: int = 0
-    """Wavefronts beyond those that the bytes need."""
+    """Wavefronts in excess of those that the bytes need."""
     barriers: int = 0
-    """A block counts once."""
+    """Barriers, each counted once per block."""
     warp_syncs: int = 0
-    """Shuffles, votes, __syncwarp: a warp counts once."""
+    """Shuffles, votes and __syncwarp, each counted once per warp."""
     atomics: int = 0
-    """Warp instructions."""
+    """Atomic operations, counted as warp instructions."""
     atomic_lanes: int = 0
+    """Active lanes of atomic operations, summed over instructions."""
 
     @property
     def all_loads(self) -> Traffic:
-        """From global memory."""
+        """All loads from global memory."""
         return total(self.loads.values())
 
     @property
     def all_stores(self) -> Traffic:
-        """To global memory."""
+        """All stores to global memory."""
         return total(self.stores.values())
 
     def loaded(self, kind: str) -> Traffic:
-        """All loads from regions of a kind."""
+        """The loads from regions of a kind."""
         return total(traffic for region, traffic in self.loads.items() if kind_of(region) == kind)
 
     def stored(self, kind: str) -> Traffic:
-        """All stores to regions of a kind."""
+        """The stores to regions of a kind."""
         return total(traffic for region, traffic in self.stores.items() if kind_of(region) == kind)
 
     def rows_of(self, tables: Iterable[str]) -> Traffic:
-        """Row loads from some of the tables."""
+        """The loads of rows of these tables."""
         return total(self.loads.get(TABLE + name, Traffic()) for name in tables)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: sums by kind with what follows from them, and the row loads of each table."""
+        """The counters as plain data: sums by kind with the figures computed from them, and the loads of rows by
+        table."""
         single = {name: getattr(self, name) for name in SINGLE}
         tables = {name.removeprefix(TABLE): t for name, t in self.loads.items() if kind_of(name) == "rows"}
         return {
@@ -126,16 +128,16 @@ class KernelCounters:
 
 
 SINGLE = ("bank_conflicts", "barriers", "warp_syncs", "atomics", "atomic_lanes")
-"""Counters that are one number."""
+"""The names of the counters that are a single number."""
 
 
 def total(traffic: Iterable[Traffic]) -> Traffic:
-    """The sum."""
+    """The sum of several counts."""
     return reduce(add, traffic, Traffic())
 
 
 def together(kernels: Iterable[KernelCounters], name: str = "all") -> KernelCounters:
-    """Several kernels' counters as if they were one's."""
+    """The sum of the counters of several kernels, under a name."""
     kernels = tuple(kernels)
     return KernelCounters(
         name,

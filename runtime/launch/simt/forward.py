@@ -1,7 +1,7 @@
-"""Runs a plan's CUDA kernels on the CPU by the SIMT executor, and raises what it finds wrong with them.
+"""Runs a plan's forward kernels on the CPU by the SIMT executor, and raises the bugs that it finds.
 
-Slow, and no measure of speed. It executes the text that a GPU would, with its barriers, its shared memory and its
-races, in a schedule that a seed decides.
+The executor is slow, and its times say nothing about a GPU. It executes the text that a GPU would execute, with its
+barriers, shared memory and races, in a schedule that a seed determines.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from embforge.launch.metadata import Metadata
 from embforge.launch.simt.abi import Counted, Region, SimtTraffic, load_image
 from embforge.launch.simt.counters import SINGLE, TABLE, KernelCounters, Traffic
 from embforge.launch.simt.guarded import guarded_copy, guarded_empty, spanned_bytes
-from embforge.launch.simt.run import WORD_BYTES, launch_kernel, raise_mistakes
+from embforge.launch.simt.run import WORD_BYTES, check_kernels, launch_kernel, raise_mistakes
 from embforge.result_elements import divisor_location, pooled_location, sequence_location, winner_location
 
 _KERNEL = KERNELS["forward_train"]
 READ_ONLY = _KERNEL.used("read")
 RESULTS = _KERNEL.used("result")
 WRITTEN = _KERNEL.used("result", "space")
-"""Whose bytes nobody may read before they are written; results must be written whole."""
+"""Arguments whose bytes must be written before they are read. All bytes of results must be written."""
 MOST_SEEDS = 2**64
 MOST_COPIED = 4 << 20
-"""Bytes of a table that is copied to where nothing lies near it; larger ones are read where they are."""
+"""The most bytes of a table that is copied to guarded memory; larger tables are read where they are."""
 
 
 @dataclass(frozen=True)
 class SimtOptions:
-    """How a call is executed. `seed` decides the schedule of blocks and warps; `count` counts what memory costs."""
+    """How a call is executed. `seed` determines the schedule of blocks and warps; `count` turns on counting of memory
+    instructions."""
 
     seed: int = 0
     count: bool = False
 
 
 class SimtRun(NamedTuple):
-    """A call's results, and a kernel's counters each if they were asked for."""
+    """The results of a call, and the counters of each kernel if they were requested."""
 
     pooled: Tensor
     sequence: Tensor | None
@@ -59,21 +60,17 @@ class SimtRun(NamedTuple):
 
 
 class _SimtLookup:
-    """One plan's kernels in an image. Threads may share it; their launches take turns."""
+    """The kernels of a plan in a loaded image. Threads may share it; their launches take turns."""
 
     def __init__(self, plan: Plan, image: Path) -> None:
         self.plan = plan
         self._image = load_image(image)
         self._shape = shape_of(twin_of(plan))
         self._calls = count()
-        wanted = (WORD_BYTES,) * len(KERNELS[plan.op].in_blocks)
-        for symbol in self._shape.symbols:
-            kernel = self._image.kernels.get(symbol)
-            if kernel is None or kernel.argument_bytes != wanted:
-                raise AssertionError(f"the launcher passes {wanted} to {symbol}, image {image} has {kernel}")
+        check_kernels(self._image, plan.op, self._shape.symbols)
 
     def _next(self) -> SimtOptions:
-        """Every call has another schedule, the same ones in every process."""
+        """The options of the next call. Every call has a different schedule, in the same order in every process."""
         return SimtOptions(seed=next(self._calls) % MOST_SEEDS)
 
     def run(
@@ -85,26 +82,26 @@ class _SimtLookup:
         bounds_check: str,
         options: SimtOptions,
     ) -> SimtRun:
-        """One call under these options.
+        """Runs a call with these options.
 
-        Results, work space, and copies of the batch and of tables up to `MOST_COPIED` lie so far apart that an
-        overrun of up to `guarded.GUARD` bytes meets nothing. Larger tables stay where they are: an overrun of one of
-        these is caught unless another of them happens to lie there.
+        Results, work space, and copies of the batch and of tables up to `MOST_COPIED` bytes are so far apart that an
+        overrun of up to `guarded.GUARD` bytes does not reach another tensor. Larger tables stay where they are: an
+        overrun of such a table is found unless it happens to reach another one.
 
-        Raises what `raise_bad_input` raises, as the CPU backend does; `KernelBugError` for what a kernel does wrong,
-        results that it never wrote included.
+        Raises what `raise_bad_input` raises, as the CPU backend does, and `KernelBugError` for a bug in a kernel, also
+        if the kernels do not write all results.
         """
-        placed = [guarded_copy(rows) if spanned_bytes(rows) <= MOST_COPIED else rows for rows in tables]
+        guarded = [guarded_copy(rows) if spanned_bytes(rows) <= MOST_COPIED else rows for rows in tables]
         call = forward_call(
-            self.plan, self._shape, _moved(metadata, tables, placed), _copied(batch), sequence_elements, guarded_empty
+            self.plan, self._shape, _moved(metadata, tables, guarded), _copied(batch), sequence_elements, guarded_empty
         )
         status = guarded_empty((status_size(),), torch.int64, batch.values.device).zero_()
-        memory = _Memory(self.plan, call, placed, status)
+        memory = _Memory(self.plan, call, guarded, status)
         arguments = call.arguments(status)
         try:
             counters = [self._launch(kernel, arguments, memory, options) for kernel in call.work.kernels]
         except KernelBugError:
-            if bounds_check == "unchecked":  # the kernel trusts its ids, so a bad one is the caller's mistake
+            if bounds_check == "unchecked":  # the kernel does not check ids, so a bad one is the caller's mistake
                 raise_bad_input(self.plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, "error")
             raise
         raise_mistakes(self.plan, status, batch, bounds_check)
@@ -113,7 +110,7 @@ class _SimtLookup:
         return SimtRun(call.pooled, call.sequence, call.divisors, call.winners, known)
 
     def check(self) -> None:
-        """Nothing is ever pending: whatever is wrong raises in the call that has it."""
+        """Does nothing: mistakes and bugs raise in the call that has them, so no error is ever pending."""
 
     def _launch(
         self, kernel: KernelLaunch, arguments: Sequence[Value], memory: _Memory, options: SimtOptions
@@ -132,7 +129,7 @@ class _SimtLookup:
             "winners": lambda element: winner_location(layout, element),
         }
         for name in RESULTS:
-            missing, result = memory.unwritten(name), call.given[name]
+            missing, result = memory.unwritten(name), call.by_name[name]
             if missing is None or not isinstance(result, Tensor):
                 continue
             place = places[name](missing // result.element_size())
@@ -148,17 +145,17 @@ class SimtForward(_SimtLookup):
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Pooled output, and the flat rows of `none` features if the spec has any. Raises as `run` does."""
+        """Returns the pooled output, and the flat rows of `none` features if the spec has any. Raises as `run` does."""
         return self.run(metadata, tables, batch, sequence_elements, bounds_check, self._next())[:2]
 
 
 class SimtForwardTrain(_SimtLookup):
-    """A forward whose backward will come."""
+    """A training forward: it returns what its backward needs, too."""
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str
     ) -> TrainResult:
-        """Pooled output, rows of `none` features, divisors and winners, None for what the spec has no feature of.
+        """Returns pooled output, rows of `none` features, divisors and winners: see `TrainKernel`.
 
         Raises as `run` does.
         """
@@ -166,19 +163,19 @@ class SimtForwardTrain(_SimtLookup):
 
 
 class _Memory:
-    """The regions of one call: what kernels may read, what they may write, and what was written so far."""
+    """The regions of one call: the memory that kernels may read, may write, and have written so far."""
 
     def __init__(self, plan: Plan, call: ForwardCall, tables: Sequence[Tensor], status: Tensor) -> None:
         self._defined: dict[str, Tensor] = {}
-        given = {name: value for name, value in call.given.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in call.by_name.items() if isinstance(value, Tensor)}
         read = [table_region(t.name, rows) for t, rows in zip(plan.spec.tables, tables, strict=True)]
-        read += [_region(name, given[name]) for name in READ_ONLY if name in given]
-        written = [self._written(name, given[name]) for name in WRITTEN if name in given]
+        read += [_region(name, tensors[name]) for name in READ_ONLY if name in tensors]
+        written = [self._written(name, tensors[name]) for name in WRITTEN if name in tensors]
         written.append(_region("status", status, writable=True))
         self.regions = [region for region in (*_apart(read), *written) if region.bytes]
 
     def unwritten(self, name: str) -> int | None:
-        """The first byte of a result that nobody wrote."""
+        """The first byte of a result that no kernel wrote; None if all are written."""
         defined = self._defined.get(name)
         if defined is None or bool(defined.all()):
             return None
@@ -187,7 +184,7 @@ class _Memory:
     def _written(self, name: str, tensor: Tensor) -> Region:
         defined = self._defined[name] = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
         if name == "queue":
-            defined[: QUEUE_COUNTERS * WORD_BYTES] = 1  # zeros that the caller wrote
+            defined[: QUEUE_COUNTERS * WORD_BYTES] = 1  # the caller has written zeros
         return _region(name, tensor, writable=True, defined=defined.data_ptr())
 
 
@@ -196,14 +193,15 @@ def _region(name: str, tensor: Tensor, *, writable: bool = False, defined: int =
 
 
 def table_region(name: str, rows: Tensor) -> Region:
-    """Rows with the gaps between them, and the gap behind the last as far as there is memory for it."""
+    """The region of a table: its rows with the gaps after them, as `spanned_bytes` counts them."""
     return Region(f"{TABLE}{name}", rows.data_ptr(), spanned_bytes(rows))
 
 
-def _moved(metadata: Metadata, tables: Sequence[Tensor], placed: Sequence[Tensor]) -> Metadata:
-    """The metadata for kernels that find tables elsewhere. What it says wrongly of an address stays wrong."""
+def _moved(metadata: Metadata, tables: Sequence[Tensor], guarded: Sequence[Tensor]) -> Metadata:
+    """The metadata for kernels that read guarded copies of the tables. Addresses are shifted and not replaced, so that
+    a wrong address stays wrong."""
     words = guarded_copy(metadata.words)
-    distances = [there.data_ptr() - here.data_ptr() for here, there in zip(tables, placed, strict=True)]
+    distances = [copy.data_ptr() - original.data_ptr() for original, copy in zip(tables, guarded, strict=True)]
     words[:, METADATA_WORDS.index("address")] += torch.tensor(distances, dtype=torch.int64, device="cpu")
     return Metadata(words, words.data_ptr())
 
@@ -214,7 +212,7 @@ def _copied(batch: Batch) -> Batch:
 
 
 def _apart(regions: list[Region]) -> list[Region]:
-    """Regions that overlap as one, under the names of all: tables may be views of one tensor."""
+    """Merges regions that overlap into one, which has the names of all: tables may be views of the same tensor."""
     merged: list[Region] = []
     for region in sorted(regions, key=lambda r: r.begin):
         last = merged[-1] if merged else None
@@ -227,7 +225,7 @@ def _apart(regions: list[Region]) -> list[Region]:
 
 
 def kernel_counters(symbol: str, regions: Sequence[Region], counted: Counted) -> KernelCounters:
-    """A launch's counters by the names of its regions."""
+    """The counters of a launch, by the names of its regions."""
     names = [region.name for region in regions]
     return KernelCounters(
         symbol,

@@ -1,4 +1,5 @@
-"""Memory for kernels that the SIMT executor checks: each tensor far from all others, so that no overrun meets one."""
+"""Guarded memory for kernels that the SIMT executor checks: each tensor is far from all others, so that an overrun does
+not reach another tensor."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ import torch
 from torch import Tensor
 
 GUARD = 1 << 20
-"""Bytes before and behind a tensor that belong to nothing. They are never touched, so they cost addresses only."""
+"""The unused bytes before and after each tensor. They are never accessed, so they need addresses but no memory."""
 LINE = 64
-"""Copies lie to a multiple of this as what they are copies of: aligned as that is."""
+"""Copies have the same address modulo this number as their originals, and so the same alignment."""
 GARBAGE = 0xA5
-"""What memory holds before it is written: no number that a sum leaves alone, no index that is near."""
+"""The value of each byte before it is written. Numbers of such bytes change every sum that they are added to, and are
+not valid indices."""
 
 
 def guarded_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.empty`, on the CPU: a tensor of garbage between guards."""
+    """Does what `torch.empty` does on the CPU: makes a tensor of garbage between guards."""
     assert device.type == "cpu"
     bytes_ = math.prod(shape) * dtype.itemsize
     if not bytes_:
@@ -28,7 +30,7 @@ def guarded_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def guarded_copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor between guards: its bytes, the gaps between its rows and the one behind the last included."""
+    """A copy of a tensor between guards. The gaps after its rows are copied too."""
     bytes_ = spanned_bytes(tensor)
     if not bytes_:
         return tensor
@@ -38,18 +40,19 @@ def guarded_copy(tensor: Tensor) -> Tensor:
 
 
 def spanned_bytes(tensor: Tensor) -> int:
-    """From the first byte to the last, and the gap behind the last row as far as there is memory for it."""
+    """The number of bytes from the first to the last of a tensor, with the gap after the last row as far as the storage
+    has memory for it."""
     if not tensor.numel():
         return 0
     size = tensor.element_size()
     last = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     whole = max(last, tensor.shape[0] * tensor.stride(0))
-    behind = tensor.untyped_storage().nbytes() // size - int(tensor.storage_offset())
-    return size * min(whole, behind)
+    available = tensor.untyped_storage().nbytes() // size - int(tensor.storage_offset())
+    return size * min(whole, available)
 
 
 def _guarded(bytes_: int, shift: int = 0) -> Tensor:
-    """Bytes between guards, in a storage of just those; it keeps the mapping alive."""
+    """Bytes between guards. The tensor's storage has only these bytes, and keeps the mapping alive."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, GUARD + shift + bytes_ + GUARD, flags=flags)
     return torch.frombuffer(memory, dtype=torch.uint8, offset=GUARD + shift, count=bytes_)

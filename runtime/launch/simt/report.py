@@ -1,4 +1,5 @@
-"""What the SIMT executor found, told so that a reader can go there: kernel, block, thread, line and the line's text."""
+"""Errors for the bugs that the SIMT executor finds. They say where a bug is: kernel, block, thread, line, and the text
+of the line."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from embforge.codegen.errors import KernelBugError
 from embforge.launch.simt.abi import SimtPlace, SimtReport
 
 MOST_FRAMES = 6
-"""Lines of an inline chain that are shown."""
+"""The most lines of a chain of inlined calls that are shown."""
 
 
 class Frame(NamedTuple):
-    """A function of the CUDA text and the line in it that was being executed."""
+    """A function of the CUDA text, and the line in it that was being executed."""
 
     function: str
     file: str
@@ -24,7 +25,7 @@ class Frame(NamedTuple):
 
 
 def bug_of(report: SimtReport, image: Path, source: str, seed: int) -> KernelBugError:
-    """The error of a report. `source` is the CUDA text of the image, `seed` that of the launch's schedule."""
+    """The error for a report. `source` is the CUDA text of the image, `seed` the seed of the launch's schedule."""
     message = report.message.decode(errors="replace")
     lines = [f"kernel {report.kernel.decode()}: {report.kind.decode()}: {message}"]
     lines += _place("", report.place, image, source)
@@ -35,24 +36,27 @@ def bug_of(report: SimtReport, image: Path, source: str, seed: int) -> KernelBug
 
 
 def _place(label: str, place: SimtPlace, image: Path, source: str) -> list[str]:
-    who = f"  {label}block {_index(place.block)}, thread {_index(place.thread)}"
+    thread = f"  {label}block {_index(place.block)}, thread {_index(place.thread)}"
     if not place.offset:
-        return [who]
-    found = frames_at(image, place.offset)
-    if found is None:
-        return [f"{who}, at {image} + {place.offset:#x} (its line is not known: addr2line, of binutils, is not here)"]
-    own = [frame for frame in found if frame.file.endswith(".cu")]
+        return [thread]
+    frames = frames_at(image, place.offset)
+    if frames is None:
+        return [
+            f"{thread}, at {image} + {place.offset:#x} (the line is unknown: install addr2line, of GNU binutils, to "
+            "see it)"
+        ]
+    own = [frame for frame in frames if frame.file.endswith(".cu")]
     if not own:
-        return [f"{who}, outside of the kernel's text, at {image} + {place.offset:#x}"]
+        return [f"{thread}, outside of the kernel's text, at {image} + {place.offset:#x}"]
     texts = source.split("\n")
     first, *callers = own
     text = texts[first.line - 1].strip() if 0 < first.line <= len(texts) else "?"
-    shown = [f"{who}, {first.file}:{first.line} in {first.function}", f"    {first.line} | {text}"]
+    shown = [f"{thread}, {first.file}:{first.line} in {first.function}", f"    {first.line} | {text}"]
     return shown + [f"    called in {f.function}, line {f.line}" for f in callers[: MOST_FRAMES - 1]]
 
 
 def frames_at(image: Path, offset: int) -> list[Frame] | None:
-    """The inline chain of an instruction, innermost first; None where no addr2line is installed."""
+    """The chain of inlined calls at an instruction, innermost first; None if no addr2line is installed."""
     program = shutil.which("addr2line") or shutil.which("llvm-addr2line")
     if program is None:
         return None
@@ -68,7 +72,7 @@ def frames_at(image: Path, offset: int) -> list[Frame] | None:
 
 
 def _short(function: str) -> str:
-    """A function's own name: without namespaces, template arguments and parameters."""
+    """The name of a function without namespaces, template arguments and parameters."""
     name = function
     while (plain := re.sub(r"<[^<>]*>|\([^()]*\)( const)?", "", name)) != name:
         name = plain
@@ -76,6 +80,6 @@ def _short(function: str) -> str:
 
 
 def _index(words: Any) -> str:
-    """(3, 0, 0) as 3, and (3, 1, 0) in full."""
+    """The text of an index in three dimensions: (3, 0, 0) as 3, and (3, 1, 0) in full."""
     x, y, z = words
     return str(x) if y == z == 0 else f"({x}, {y}, {z})"

@@ -1,4 +1,5 @@
-"""What all launchers of SIMT images share: one launch, the memory it may touch, and the mistakes it reports."""
+"""What all launchers of SIMT images share: one launch, the memory that it may access, and the mistakes in a batch that
+it reports."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from embforge.codegen.build import source_of
 from embforge.codegen.errors import KernelBugError
-from embforge.codegen.kernel import MISTAKES, STATUS_WORDS, KernelPlan
+from embforge.codegen.kernel import KERNELS, MISTAKES, STATUS_WORDS, KernelPlan
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.targets.cuda.launch import KernelLaunch
@@ -24,7 +25,7 @@ WORD_BYTES = 8
 
 
 class Memory:
-    """The regions of one call: what kernels may read, what they may write, and what was written so far."""
+    """The regions of one call: the memory that kernels may read, may write, and have written so far."""
 
     def __init__(self) -> None:
         self._defined: dict[str, Tensor] = {}
@@ -35,27 +36,38 @@ class Memory:
         return [region for region in self._regions.values() if region.bytes]
 
     def known(self, name: str, tensor: Tensor, *, writable: bool = False) -> None:
-        """Memory that holds what it holds: rows with the gaps between them."""
+        """Adds memory whose content is defined, with the gaps between its rows."""
         self._regions[name] = Region(name, tensor.data_ptr(), spanned_bytes(tensor), 0, writable)
 
     def blank(self, name: str, tensor: Tensor) -> None:
-        """Memory that nobody may read before a kernel wrote it."""
+        """Adds memory that a kernel must write before another one may read it."""
         defined = self._defined[name] = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
         self._regions[name] = Region(name, tensor.data_ptr(), tensor.nbytes, defined.data_ptr(), True)
 
     def unwritten(self, name: str) -> int | None:
-        """The first byte that nobody wrote."""
+        """The first byte that no kernel wrote; None if all are written."""
         defined = self._defined[name]
         return None if bool(defined.all()) else int(defined.argmin())
 
-    def describe(self, given: Mapping[str, Value], blank: Collection[str], writable: Collection[str]) -> None:
-        """All tensors among a call's arguments."""
-        for name, value in given.items():
+    def describe(self, arguments: Mapping[str, Value], blank: Collection[str], writable: Collection[str]) -> None:
+        """Adds all tensors among the arguments of a call. `blank` and `writable` are names of arguments."""
+        for name, value in arguments.items():
             if isinstance(value, Tensor) and value.numel() and name not in self._regions:
                 if name in blank:
                     self.blank(name, value)
                 else:
                     self.known(name, value, writable=name in writable)
+
+
+def check_kernels(image: Image, op: str, symbols: Sequence[str]) -> None:
+    """Raises AssertionError if an image does not have kernels with these symbols and the arguments of an op."""
+    expected = (WORD_BYTES,) * len(KERNELS[op].in_blocks)
+    for symbol in symbols:
+        kernel = image.kernels.get(symbol)
+        if kernel is None or kernel.argument_bytes != expected:
+            raise AssertionError(
+                f"the launcher passes arguments of {expected} bytes to {symbol}, but image {image.path} has {kernel}"
+            )
 
 
 def launch_kernel(
@@ -68,15 +80,15 @@ def launch_kernel(
     seed: int,
     count: bool = False,
 ) -> Counted | None:
-    """One launch, and its counters if asked for.
+    """Launches a kernel. Returns its counters if `count` is set.
 
-    `KernelBugError` for what the kernel does wrong, or for a launch that no GPU of the plan's would take.
+    Raises `KernelBugError` for a bug in the kernel, or for a launch that GPUs of the plan's architecture would refuse.
     """
     shared = kernel.shared + image.kernels[kernel.symbol].static_shared
     allowed = arch_named(plan.arch).most_shared
     if shared > allowed:
         raise KernelBugError(
-            f"kernel {kernel.symbol} cannot be launched: a block takes {shared} bytes of shared memory; allowed on "
+            f"kernel {kernel.symbol} cannot be launched: a block needs {shared} bytes of shared memory; allowed on "
             f"{plan.arch}: {allowed}"
         )
     words = [ctypes.c_uint64(_word(value)) for value in arguments]
@@ -98,15 +110,15 @@ def launch_kernel(
 
 
 def raise_mistakes(plan: Plan, status: Tensor, batch: Batch, bounds_check: str) -> None:
-    """Raises what kernels found wrong with a batch, by the CPU backend's sentences."""
+    """Raises the mistakes that kernels found in a batch, as the same errors that the CPU backend raises."""
     claimed = dict(zip(MISTAKES, status[:: len(STATUS_WORDS)].tolist(), strict=True))
     if bounds_check != "error":
         del claimed["BAD_ID"]
     if not any(claimed.values()):
         return
     raise_bad_input(plan.spec, batch.values, batch.offsets, batch.weights, batch.batch, bounds_check)
-    named = ", ".join(kind for kind, found in claimed.items() if found)
-    raise KernelBugError(f"kernel {plan.uri} reported {named} for a batch that is well-formed: {status.tolist()}")
+    reported = ", ".join(kind for kind, is_claimed in claimed.items() if is_claimed)
+    raise KernelBugError(f"kernel {plan.uri} reported {reported} for a batch without mistakes: {status.tolist()}")
 
 
 def _word(value: Value) -> int:

@@ -1,6 +1,6 @@
-"""Runs the CUDA kernels of the stages between ranks on the CPU by the SIMT executor, and raises what it finds wrong.
+"""Runs the CUDA kernels of the stages between ranks on the CPU by the SIMT executor, and raises the bugs that it finds.
 
-Every tensor of a call is copied to where nothing lies near it, and results are copied back once all went well.
+Every tensor of a call is copied to guarded memory, and results are copied back if the whole call succeeds.
 """
 
 from __future__ import annotations
@@ -23,39 +23,42 @@ from embforge.launch.simt.run import WORD_BYTES, Memory, launch_kernel
 
 
 class SimtStages:
-    """All stages in an image. Threads may share it; their launches take turns."""
+    """The stages of a loaded image. Threads may share it; their launches take turns."""
 
     def __init__(self, plan: StagePlan, image: Path) -> None:
         self.plan = plan
         self._image = load_image(image)
         self._calls = count()
         for stage, kernels in KERNELS.items():
-            wanted = (WORD_BYTES,) * len(STAGES[stage].in_blocks)
+            expected = (WORD_BYTES,) * len(STAGES[stage].in_blocks)
             for kernel in kernels:
-                found = self._image.kernels.get(symbol_of(plan, stage, kernel))
-                if found is None or found.argument_bytes != wanted:
-                    raise AssertionError(f"the launcher passes {wanted} to {stage}.{kernel}, image {image} has {found}")
+                loaded = self._image.kernels.get(symbol_of(plan, stage, kernel))
+                if loaded is None or loaded.argument_bytes != expected:
+                    raise AssertionError(
+                        f"the launcher passes arguments of {expected} bytes to {stage}.{kernel}, but image {image} has "
+                        f"{loaded}"
+                    )
 
     def run(self, stage: str, **arguments: Value) -> None:
-        """Runs one stage; see `Stages.run`. Every call has another schedule, the same ones in every process.
+        """Runs one stage: see `Stages.run`. Every call has a different schedule, in the same order in every process.
 
-        `KernelBugError` for what a kernel does wrong.
+        Raises `KernelBugError` for a bug in a kernel.
         """
         seed = next(self._calls) % MOST_SEEDS
-        placed = {k: guarded_copy(_with_rows(v)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-        call = stage_call(self.plan, stage, placed, guarded_empty)
+        guarded = {k: guarded_copy(_with_rows(v)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        call = stage_call(self.plan, stage, guarded, guarded_empty)
         memory = Memory()
         results, changed = STAGES[stage].used("result"), STAGES[stage].used("changed")
-        memory.describe(call.given, {*results, *call.space}, {*changed, *call.prepared})
+        memory.describe(call.by_name, {*results, *call.space}, {*changed, *call.prepared})
         for step in call.steps:
             if isinstance(step, KernelLaunch):
                 launch_kernel(self.plan, self._image, step, call.arguments(), memory.regions, seed=seed)
             else:
                 step()
         for name in (*results, *changed):
-            given, there = arguments[name], placed[name]
-            if isinstance(given, Tensor) and isinstance(there, Tensor) and given.data_ptr() != there.data_ptr():
-                ctypes.memmove(given.data_ptr(), there.data_ptr(), spanned_bytes(there))
+            original, copy = arguments[name], guarded[name]
+            if isinstance(original, Tensor) and isinstance(copy, Tensor) and original.data_ptr() != copy.data_ptr():
+                ctypes.memmove(original.data_ptr(), copy.data_ptr(), spanned_bytes(copy))
 
 
 def _with_rows(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from embforge.conversion import common_device, convert
 from embforge.id_resolution import ResolveStep, resolve_step
 from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, usual_bounds_check, with_negation_applied
 from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
-from embforge.launch.metadata import Metadata, check_tables, metadata_of, places_of
+from embforge.launch.metadata import Metadata, addresses_of, check_tables, metadata_of
 from embforge.operator_arguments import sequence_elements
 from embforge.operators import dense as dense_ops
 from embforge.operators import lookup as ops
@@ -322,7 +322,7 @@ class EmbeddingCollection(RemappedModule, TrainableCollection):
         # Plain eager calls skip the dispatcher, which would cost as much as a small lookup.
         batch = with_negation_applied(batch)
         ready = self._ready.get(values.dtype)
-        if ready is None or ready[0] != places_of(tables):
+        if ready is None or ready[0] != addresses_of(tables):
             if values.is_meta:  # the operator's fake implementation computes the shapes
                 return self._call_operator(tables, batch, sequence_rows)
             ready = self._make_ready(tables, batch)
@@ -378,7 +378,7 @@ class EmbeddingCollection(RemappedModule, TrainableCollection):
         programs = self._program(batch)
         kernel: Kernel = kernel_of(programs.forward, programs if self._fused else ())
         metadata = metadata_of(tables, self._bounds_check)
-        ready = _Ready(places_of(tables), kernel.__call__, metadata)
+        ready = _Ready(addresses_of(tables), kernel.__call__, metadata)
         self._ready[batch.values.dtype] = ready
         return ready
 

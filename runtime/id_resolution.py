@@ -14,7 +14,7 @@ from torch import Tensor
 from embforge.codegen.spec import CollectionSpec
 from embforge.inputs import Batch, with_negation_applied
 from embforge.launch.kernels import ResolveKernel, kernel_of
-from embforge.launch.metadata import Metadata, check_remaps, places_of, remap_metadata_of
+from embforge.launch.metadata import Metadata, addresses_of, check_remaps, remap_metadata_of
 from embforge.operators import resolve as operator
 from embforge.operators.dispatch import leaves_process, must_dispatch
 from embforge.operators.exported import ExportedLookup
@@ -72,7 +72,7 @@ class ResolveStep:
         return batch._replace(values=rows)
 
     def _metadata(self, entries: Sequence[Tensor], device: torch.device) -> Metadata:
-        addresses, cached = places_of(entries), self._cached
+        addresses, cached = addresses_of(entries), self._cached
         if cached.metadata is None or cached.addresses != addresses:
             check_remaps(self.spec, entries, device)
             cached.addresses, cached.metadata = addresses, remap_metadata_of(self.spec, entries)

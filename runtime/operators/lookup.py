@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embforge.autograd_calls import Context
 from embforge.codegen.dtypes import DTYPES
-from embforge.launch.grouped import parts_of
+from embforge.launch.grouped import rule_parts
 from embforge.launch.kernels import Kernel, Program
 from embforge.launch.metadata import check_tables, metadata_of
 from embforge.operator_arguments import (
@@ -96,7 +96,7 @@ def program_of(text: str) -> Program:
 @lru_cache(maxsize=256)
 def _rules(text: str) -> tuple[RulePlan, ...]:
     """The kernel plans of an update's program, each with the tables that it trains: all tables if there is one rule."""
-    parts = parts_of(text)
+    parts = rule_parts(text)
     if parts:
         return tuple(RulePlan(program_of(part.program).plan, part.tables) for part in parts)
     plan = program_of(text).plan

@@ -1,4 +1,4 @@
-"""Collections that are spread over ranks: `ef.sharded`. Names are loaded when they are used."""
+"""`ef.sharded`: collections whose tables are split over ranks. Names are loaded when they are used."""
 
 from __future__ import annotations
 

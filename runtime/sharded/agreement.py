@@ -1,4 +1,4 @@
-"""What all ranks must say alike when they make a module, compared before anything is allocated."""
+"""Checks that all ranks make a module with the same arguments, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def wrong_argument(
     pools: str | None,
     formats: object,
 ) -> Exception | None:
-    """What cannot be, whatever the other ranks say."""
+    """The error for an argument that is wrong on this rank alone, None if there is none."""
     if not isinstance(spec, CollectionSpec):
         return TypeError(
             f"spec: got {type(spec).__name__}; allowed: CollectionSpec, see CollectionSpec.from_toml(path)"
         )
     if not isinstance(plan, ShardPlan):
-        return TypeError(f"plan: got {type(plan).__name__}; allowed: a ShardPlan, as ShardPlan.row_wise(spec)")
+        return TypeError(f"plan: got {type(plan).__name__}; allowed: a ShardPlan, e.g. ShardPlan.row_wise(spec)")
     if optimizer is None:
         return ValueError(
-            "optimizer=None: sharded tables are trained by a fused optimizer only, because no parameter of torch's "
-            "could hold a part of a table; give one of ef.optim, as ef.optim.SGD(lr=0.1) (freeze() keeps rows as they "
-            "are)"
+            "optimizer=None: sharded tables are trained by fused optimizers only, because a torch Parameter cannot "
+            "hold a part of a table; pass an optimizer of ef.optim, e.g. ef.optim.SGD(lr=0.1) (after freeze() it does "
+            "not change rows)"
         )
     if not isinstance(optimizer, Mapping | RuleGroups) and not isinstance(getattr(optimizer, "update", None), Update):
         return TypeError(
-            f"optimizer: got {optimizer!r}; allowed: one of ef.optim, as ef.optim.Adam(lr=1e-3), or a mapping from "
-            "tables to such"
+            f"optimizer: got {optimizer!r}; allowed: an optimizer of ef.optim, e.g. ef.optim.Adam(lr=1e-3), or a "
+            "mapping from tables to optimizers"
         )
     try:
         rule_groups(optimizer, spec)
@@ -60,31 +60,32 @@ def wrong_argument(
         return ValueError(f"pools={pools!r} is not known; allowed: all, different, or None")
     if not isinstance(formats, Formats):
         return TypeError(
-            f"formats: got {type(formats).__name__}; allowed: Formats, as Formats(forward='bf16'), or None"
+            f"formats: got {type(formats).__name__}; allowed: Formats, e.g. Formats(forward='bf16'), or None"
         )
     return None
 
 
 def agree(exchange: Exchange, facts: Mapping[str, object], wrong: Exception | None, seed: int) -> int:
-    """The seed of rank 0, if all ranks' facts (plain data by name) are equal; else `RankError` on all, naming what
-    differs.
+    """Checks that all ranks have the same facts, which are plain data by name. Returns the seed of rank 0.
 
-    `wrong`: why this rank has no facts. It raises that, the others `RankError`. Only digests travel, unless they
-    differ.
+    Raises `RankError` on all ranks if the facts differ, naming what differs. `wrong` is the error because of which this
+    rank has no facts: then this rank raises it, and the others raise `RankError`. Only digests are exchanged, unless
+    they differ.
     """
-    told: dict[str, object] = {REFUSED: wrong is not None, "seed": seed}
+    own: dict[str, object] = {REFUSED: wrong is not None, "seed": seed}
     if wrong is None:
-        told |= {name: digest(value) for name, value in facts.items()}
-    found = _gathered(exchange, told)
+        own |= {name: digest(value) for name, value in facts.items()}
+    of_ranks = _gathered(exchange, own)
     if wrong is not None:
         raise wrong
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(of_ranks):
         if of_rank[REFUSED]:
             raise RankError(
-                f"rank {rank}: its arguments were refused; its own output says why. No rank has made the module"
+                f"rank {rank}: its arguments were refused; the output of that rank says why. No rank has made the "
+                "module"
             )
     for name in facts:
-        others = [rank for rank, of_rank in enumerate(found) if of_rank[name] != found[0][name]]
+        others = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[name] != of_ranks[0][name]]
         if others:
             values = _gathered(exchange, facts[name])
             where, first, other = next(_differences(values[0], values[others[0]], name), (name, "one", "another"))
@@ -92,34 +93,35 @@ def agree(exchange: Exchange, facts: Mapping[str, object], wrong: Exception | No
                 f"{name}: ranks differ: {where} is {first!r} on rank 0, {other!r} on rank {others[0]}; every rank must "
                 f"make the module with the same {name}"
             )
-    agreed: int = found[0]["seed"]
-    return agreed
+    seed_of_first: int = of_ranks[0]["seed"]
+    return seed_of_first
 
 
 def common_node_size(exchange: Exchange) -> int:
-    """Ranks a node: as given, else what torchrun says, if it says the same on all ranks; else all are one node."""
+    """The number of ranks per node: what the caller or the mesh says; otherwise what torchrun says, if that is the same
+    on all ranks; otherwise all ranks are one node."""
     ranks = exchange.ranks
-    if ranks.given_node_size is not None:
-        return ranks.given_node_size
+    if ranks.explicit_node_size is not None:
+        return ranks.explicit_node_size
     return ranks.node_size if len(set(_gathered(exchange, ranks.node_size))) == 1 else ranks.size
 
 
 def digest(data: object) -> str:
-    """Equal for equal plain data."""
+    """A short hash of plain data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _gathered(exchange: Exchange, mine: object) -> list[Any]:
-    """Of every rank, by rank."""
+def _gathered(exchange: Exchange, own: object) -> list[Any]:
+    """The objects of all ranks, in the order of ranks."""
     if exchange.ranks.size == 1:
-        return [mine]
-    found: list[Any] = [None] * exchange.ranks.size
-    exchange.call("arguments", dist.all_gather_object, found, mine)
-    return found
+        return [own]
+    of_ranks: list[Any] = [None] * exchange.ranks.size
+    exchange.call("arguments", dist.all_gather_object, of_ranks, own)
+    return of_ranks
 
 
 def _differences(first: object, other: object, where: str) -> Iterator[tuple[str, object, object]]:
-    """Where plain data differ, and what is there."""
+    """Yields where plain data differ, with both values."""
     if isinstance(first, dict) and isinstance(other, dict):
         for key in [*first, *(key for key in other if key not in first)]:
             yield from _differences(first.get(key), other.get(key), f"{where}.{key}")

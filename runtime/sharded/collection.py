@@ -1,4 +1,4 @@
-"""`ShardedEmbeddingCollection`: the tables of a spec spread over ranks, called like an unsharded collection."""
+"""`ShardedEmbeddingCollection`: the tables of a spec, split over ranks, called like an unsharded collection."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from embforge.sharded.norms import RowNorms, needs_norms, shared_rules
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.stages.all2all import Vectors
 from embforge.sharded.stages.data_distributor import Distributed, Distributor
-from embforge.sharded.stages.model_forward import Owner, OwnOptions
+from embforge.sharded.stages.model_forward import CollectionOptions, Owner
 from embforge.sharded.stages.network import Network
 from embforge.sharded.stages.prefetch import IdsOnTheirWay
-from embforge.sharded.stages.stage_metadata import Base, Wiring
+from embforge.sharded.stages.stage_metadata import Base, StageArrays
 from embforge.sharded.starting_rows import draw_rows
 from embforge.storage.remap import Remap, RemappedModule, digests_of, new_remaps, set_remaps
 from embforge.storage.table import Table
@@ -53,20 +53,28 @@ from embforge.training.rule_groups import Optimizers, RuleGroups, rule_groups
 
 
 class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
-    """All lookups of a spec over ranks: a lookup kernel a rank, an exchange of ids and one of vectors for all tables.
+    """All lookups of a spec, over ranks: each rank runs one lookup kernel, and ids and vectors are each exchanged once
+    for all tables.
 
-    Every rank calls it with its own samples (as many as it has, also none) and gets their results; every rank must call
-    it, and its backward, equally often. `plan`: a `ShardPlan`. `process_group`: a ProcessGroup, a DeviceMesh (two
-    dimensions: nodes, ranks a node) or None: all ranks; the module makes groups of its own with these ranks.
-    `optimizer`: one of `ef.optim`, or a mapping from tables to such; gradients of all ranks are added
-    (`average_gradients`: divided by the number of ranks, as DistributedDataParallel does). `duplicates`: "keep" sends
-    every id of a feature that is not pooled and every gradient back, so that results and training equal the unsharded
-    collection's bit by bit; "merge" sends equal ids once and adds up their gradients before they travel. `pools`:
-    "different" asks the holders for no empty pool and for equal ones once, "all" gets one of every bag; results are the
-    same bits; None: "different" on CPUs, "all" on GPUs, where finding equal ones takes a sort. `formats`: number
-    formats on the wire. `node_size`: ranks a node, if torchrun does not say. `timeout`: of the module's groups; None:
-    as the given group's. `topology`: whose memory a rank has; a table that does not fit is named before anything is
-    allocated. What has the name of an argument or method of `EmbeddingCollection` means the same.
+    Every rank calls the module with its own samples, of which it may have any number, also none, and gets their
+    results. Every rank must call the module, and its backward, the same number of times. Arguments and methods that
+    `EmbeddingCollection` has too mean the same here. The other arguments are:
+
+    - `plan`: a `ShardPlan`.
+    - `process_group`: a ProcessGroup, a DeviceMesh (of two dimensions: nodes, and the ranks of a node), or None for all
+      ranks. The module makes its own groups of these ranks.
+    - `optimizer`: an optimizer of `ef.optim`, or a mapping from tables to optimizers.
+    - `average_gradients`: whether the sum of the gradients of all ranks is divided by the number of ranks, as
+      DistributedDataParallel does.
+    - `duplicates`: "keep" sends every id of a feature that is not pooled, and every gradient, so that results and
+      training have the same bits as an unsharded collection. "merge" sends equal ids once, and adds up their gradients
+      before they are sent.
+    - `pools`: "different" sends no empty pools, and equal pools only once; "all" sends the pool of every bag. Results
+      have the same bits. None means "different" on CPUs, and "all" on GPUs, where a sort is needed to find equal pools.
+    - `formats`: number formats on the wire.
+    - `node_size`: the number of ranks per node, if torchrun does not say it.
+    - `timeout`: the timeout of the module's groups; None for that of `process_group`.
+    - `topology`: says how much memory a rank has. A table that does not fit is an error before anything is allocated.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         self._wires = Exchange(self._ranks)
         self._ranks.node_size = common_node_size(self._ids)
         self._calls = 0
-        told = {
+        facts = {
             "accumulate": accumulate, "average_gradients": average_gradients, "duplicates": duplicates, "pools": pools,
             "formats": asdict(self.formats) if isinstance(self.formats, Formats) else None,
             "bounds_check": bounds_check, "node_size": self._ranks.node_size, "device": device.type,
@@ -117,10 +125,10 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
             try:
                 self._remaps = new_remaps(spec, device)
                 set_remaps(spec, self._remaps, remap)
-                told["remap"] = digests_of(self._remaps)
-            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                facts["remap"] = digests_of(self._remaps)
+            except Exception as error:  # of any kind: the other ranks must not wait for this one
                 refused = error
-        seed = self._agree(optimizer, refused, told)
+        seed = self._agree(optimizer, refused, facts)
         try:
             groups = rule_groups(optimizer, spec)
             assert groups is not None
@@ -129,7 +137,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
                 duplicates=duplicates, pools=pools, backend=backend, kernels=kernels, batch_size=batch_size,
                 topology=topology,
             )  # fmt: skip
-        except Exception as error:  # no memory, no such backend: the others must not wait for this rank's first call
+        except Exception as error:  # e.g. no memory: the other ranks must not wait for the first call of this one
             refused = error
         agree(self._ids, {}, refused, seed)
 
@@ -148,7 +156,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         batch_size: int | None,
         topology: Topology | None,
     ) -> None:
-        """All that ranks have of their own, once they agree."""
+        """Makes everything that each rank has of its own, after the ranks have agreed on the arguments."""
         spec, plan, device = self.spec, self.plan, self._device
         bounds_check = usual_bounds_check(spec, self._bounds_check)
         placement = place(plan, spec, self._ranks.size, self._ranks.node_size)
@@ -159,7 +167,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         norms = needs_norms(self.geometry, groups)
         backend = backend_on(device, backend)
         kernel_directory = str(kernels) if kernels is not None else None
-        options: OwnOptions = {
+        options: CollectionOptions = {
             "device": device, "backend": backend, "kernels": kernel_directory, "batch_size": batch_size,
             "bounds_check": bounds_check,
         }  # fmt: skip
@@ -183,22 +191,23 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
             spec.output_dtype,
             tuple(combiner.name for combiner in selections_of(feature.kind for feature in spec.features)),
         )
-        asks = self._ranks.size > 1 and (pools or ("different" if device.type == "cpu" else "all")) == "different"
-        wiring = Wiring(self.geometry, self._ranks.rank, device, bases, asks=asks)
+        pools = pools or ("different" if device.type == "cpu" else "all")
+        requests_pools = self._ranks.size > 1 and pools == "different"
+        arrays = StageArrays(self.geometry, self._ranks.rank, device, bases, requests_pools=requests_pools)
         self.distributor = Distributor(
-            wiring, self._ids, stage_plan, spec, bounds_check, duplicates == "merge", kernel_directory
+            arrays, self._ids, stage_plan, spec, bounds_check, duplicates == "merge", kernel_directory
         )
         self.vectors = Vectors(
-            wiring, self._wires, Wire(forward, stage_plan, kernel_directory),
+            arrays, self._wires, Wire(forward, stage_plan, kernel_directory),
             Wire(backward, stage_plan, kernel_directory), stage_plan, kernel_directory,
         )  # fmt: skip
-        self.network = Network(wiring, stage_plan, computed_in(forward), backend, arch, kernel_directory)
+        self.network = Network(arrays, stage_plan, computed_in(forward), backend, arch, kernel_directory)
         self.replicas = None
         if self.geometry.replicated is not None:
             names = [table.name for table in self.geometry.replicated.tables]
             self.replicas = Replicas(self.geometry, self._wires, groups.for_parts(names, names), options)
         self.trainer = self._shared_trainer(groups, accumulate)
-        self._frozen = frozenset(name for place, name in enumerate(groups.tables) if groups.of_table(place) is None)
+        self._frozen = frozenset(name for index, name in enumerate(groups.tables) if groups.of_table(index) is None)
         self._row_norms = None
         if norms:
             self._row_norms = RowNorms(self.geometry, self._ranks.rank, self._wires, self.owner, norms, device)
@@ -211,11 +220,11 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         self._resolve = _resolve_step(spec, backend, arch, kernel_directory, self.remaps())
 
     def remaps(self) -> dict[str, Remap]:
-        """The remaps of those tables whose ids are not rows, by table: the same on all ranks."""
+        """The remaps of the tables whose ids are not rows, by table. They are the same on all ranks."""
         return dict(self._remaps)
 
     _resolve: ResolveStep | None = None
-    """What runs before every exchange of ids; None where ids are rows."""
+    """The step that turns ids into rows before every exchange; None if all ids are rows."""
 
     # ---- Calls --------------------------------------------------------------------------------------------
 
@@ -227,15 +236,16 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         *,
         lengths: Tensor | None = None,
     ) -> Distributed:
-        """The first half of a call: ids go to their owners. Give the result to the module instead of a batch.
+        """The first half of a call: sends ids to the owners of their rows. Pass the result to the module instead of a
+        batch.
 
-        Raises on every rank what is wrong with the batch of any.
+        Raises an error on every rank if the batch of any rank has a mistake.
         """
         if isinstance(values, Distributed):
             if values.distributor is not self.distributor:
                 raise ValueError(
-                    "values: this batch was distributed by another module, or before this one moved, so that its ids "
-                    "are not where these tables are; call distribute() of the module that looks it up"
+                    "values: this batch was distributed by another module, so its ids are not on the ranks that hold "
+                    "their rows here; call distribute() of the module that looks it up"
                 )
             return values
         self.wait_for_ids()
@@ -246,20 +256,20 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
                 checked = self._resolve(checked)
             self._load_kernels(checked.values.dtype, bool(self._flags(checked) & (FLAGS["trains"] | FLAGS["joined"])))
             batch: Batch | Exception = checked
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must be notified
             batch = error
-        done = self.distributor(batch, self._flags(batch), self._calls)
-        if done.wants("trains") and done.wants("no_gradients"):
-            mine = "on" if torch.is_grad_enabled() else "off"
+        distributed = self.distributor(batch, self._flags(batch), self._calls)
+        if distributed.wants("trains") and distributed.wants("no_gradients"):
+            own, other = ("on", "off") if torch.is_grad_enabled() else ("off", "on")
             raise RankError(
-                f"rank {self._ranks.rank} calls with gradients {mine}, another rank does not, so that one of them "
-                "would wait for a backward that never comes; call under torch.no_grad() on all ranks or on none"
+                f"rank {self._ranks.rank} calls with gradients {own}, another rank with gradients {other}, so one of "
+                "them would wait for a backward that never runs; call under torch.no_grad() on all ranks or on none"
             )
-        return done
+        return distributed
 
     def _load_kernels(self, ids: torch.dtype, trains: bool) -> None:
-        """Those of the lookup and its backward, before the first exchange: a rank that cannot build them tells the
-        others, who would wait for its vectors."""
+        """Builds and loads the kernels of a call before its first exchange, so that a rank that cannot build them
+        notifies the other ranks, which would otherwise wait for its vectors."""
         if (ids, trains) in self._loaded:
             return
         if self.owner is not None:
@@ -273,22 +283,23 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
     _loaded: frozenset[tuple[torch.dtype, bool]] = frozenset()
 
     def wait_for_ids(self) -> None:
-        """Lets an exchange of ids end that began earlier in another thread: ranks must begin them in the same order."""
+        """Waits for an exchange of ids that began earlier in another thread, because all ranks must begin exchanges in
+        the same order."""
         pending = self.ids_on_their_way
         if pending is not None and current_thread() is not pending.thread:
             wait([pending.arrival])
 
     ids_on_their_way: IdsOnTheirWay | None = None
-    """Set by `PrefetchedBatches`."""
+    """The exchange of ids that `PrefetchedBatches` began last."""
 
     def _flags(self, batch: Batch | Exception) -> int:
-        """What this rank wants of a call."""
-        if self._joined:  # whatever the others want
+        """The flags of a call on this rank."""
+        if self._joined:  # the other ranks decide
             return FLAGS["joined"]
         if not torch.is_grad_enabled():
             return FLAGS["no_gradients"]
-        given = None if isinstance(batch, Exception) else batch.weights
-        if given is not None and given.requires_grad:
+        weights = None if isinstance(batch, Exception) else batch.weights
+        if weights is not None and weights.requires_grad:
             return FLAGS["weight_gradient"] | FLAGS["trains"]
         return FLAGS["trains"] if self.training_rows() else 0
 
@@ -300,7 +311,8 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         *,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """`[B, total dim]`, features side by side in the spec's order, of this rank's samples."""
+        """The results of this rank's samples, `[B, total dim]`: the features next to each other, in the order of the
+        spec."""
         if self.sequence_features:
             names = ", ".join(repr(self.spec.features[f].name) for f in self.sequence_features)
             raise ValueError(
@@ -316,73 +328,75 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         *,
         lengths: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """A tensor a feature: `[B, width]`, or `[ids of the feature, dim]` for pooling 'none'."""
+        """The results of this rank's samples, one tensor per feature: `[B, width]`, or `[ids of the feature, dim]` for
+        pooling 'none'."""
         pooled, *sequences = self._call(values, offsets, weights, lengths)
         rows = iter(sequences)
         return {
-            placed.feature.name: next(rows)
-            if placed.column is None
-            else pooled[:, placed.column : placed.column + placed.width]
-            for placed in self.geometry.layout.features
+            layout.feature.name: next(rows)
+            if layout.column is None
+            else pooled[:, layout.column : layout.column + layout.width]
+            for layout in self.geometry.layout.features
         }
 
-    def _call(self, *given: Any) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling():  # sizes of exchanges depend on ids: no part of a graph
-            found: tuple[Tensor, ...] = torch.compiler.disable(self._call_eagerly)(*given)
-            return found
-        return self._call_eagerly(*given)
+    def _call(self, *arguments: Any) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling():  # the sizes of exchanges depend on ids, so a graph cannot contain them
+            results: tuple[Tensor, ...] = torch.compiler.disable(self._call_eagerly)(*arguments)
+            return results
+        return self._call_eagerly(*arguments)
 
     def _call_eagerly(self, values: Any, offsets: Any, weights: Any, lengths: Any) -> tuple[Tensor, ...]:
         self.notify_join()
         return self.lookup(self.distribute(values, offsets, weights, lengths=lengths))
 
-    def lookup(self, done: Distributed) -> tuple[Tensor, ...]:
-        """The second half of a call: pooled columns, then the rows of every feature that is not pooled."""
+    def lookup(self, distributed: Distributed) -> tuple[Tensor, ...]:
+        """The second half of a call. Returns the pooled columns, then the rows of each feature that is not pooled."""
         self.trainer.note_forward()
-        if not done.wants("trains"):
-            return run_forward(self, done, keep=False)[0]
-        return all_applied(ShardedLookup, self, done, done.given.weights, self.trainer.numbers.anchor)
+        if not distributed.wants("trains"):
+            return run_forward(self, distributed, keep=False)[0]
+        return all_applied(ShardedLookup, self, distributed, distributed.input.weights, self.trainer.numbers.anchor)
 
     # ---- Rows ---------------------------------------------------------------------------------------------
 
     def weight(self, table: str) -> Tensor:
-        """The live rows of a table that this rank holds: `[rows, columns]` of its shard (the whole, if it is
-        replicated).
+        """The live rows of the shard of a table that this rank holds, `[rows, columns]`; of the whole table if it is
+        replicated.
 
-        Of a table of which it holds several pieces of columns or none: see `shards`.
+        Raises ValueError if this rank holds no shard of the table or several, see `shards`.
         """
         shards = self.shards(table)
         if len(shards) != 1:
             raise ValueError(
-                f"table {table!r}: this rank holds {len(shards)} shards of it; take them from shards(), or full()"
+                f"table {table!r}: this rank holds {len(shards)} shards of it; call shards(), or full() for the whole "
+                "table"
             )
         return next(iter(shards.values()))
 
     def shards(self, table: str) -> dict[tuple[range, range], Tensor]:
         """The live parts of a table that this rank holds, by rows and columns."""
         self.spec.table(table)
-        placed = self.geometry.placement.by_name[table]
-        if placed.replicated:
-            whole = placed.table
+        placement = self.geometry.placement.by_name[table]
+        if placement.replicated:
+            whole = placement.table
             return {(range(whole.num_embeddings), range(whole.embedding_dim)): self._table(table).weight}
-        found = {}
-        for number, piece in enumerate(placed.pieces):
+        shards = {}
+        for number, piece in enumerate(placement.pieces):
             if self._ranks.rank in piece.owners:
-                rows = placed.rows(piece, piece.owners.index(self._ranks.rank))
-                shard = self._table(piece_name(placed, number)).weight[: rows.count]
-                found[rows.range, range(piece.begin, piece.end)] = shard
-        return found
+                rows = placement.rows(piece, piece.owners.index(self._ranks.rank))
+                shard = self._table(piece_name(placement, number)).weight[: rows.count]
+                shards[rows.range, range(piece.begin, piece.end)] = shard
+        return shards
 
     @torch.no_grad()
     def load_full(self, tables: Mapping[str, Tensor]) -> None:
-        """Takes this rank's part of whole tables `[rows, dim]`. Every rank must be given the same."""
-        for name, given in tables.items():
+        """Copies this rank's part from whole tables `[rows, dim]`, which must be the same on all ranks."""
+        for name, rows_of_table in tables.items():
             table = self.spec.table(name)
             shape = (table.num_embeddings, table.embedding_dim)
-            if tuple(given.shape) != shape:
-                raise ValueError(f"table {name!r}: shape {tuple(given.shape)} does not fit; allowed: {shape}")
+            if tuple(rows_of_table.shape) != shape:
+                raise ValueError(f"table {name!r}: shape {tuple(rows_of_table.shape)} does not fit; allowed: {shape}")
             for (rows, columns), shard in self.shards(name).items():
-                shard.copy_(given[rows.start : rows.stop : rows.step, columns.start : columns.stop])
+                shard.copy_(rows_of_table[rows.start : rows.stop : rows.step, columns.start : columns.stop])
 
     @torch.no_grad()
     def full(self, table: str) -> Tensor:
@@ -391,7 +405,8 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
 
     @torch.no_grad()
     def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
-        """The whole states of a table by name: `[rows, dim]` of elements, `[rows]` of rows. All ranks must call."""
+        """The whole states of a table by name, on every rank: `[rows, dim]` for states of elements, `[rows]` for states
+        of rows. All ranks must call."""
         self.spec.table(table)
         return {
             state.name: self._gather(table, partial(_state_of, state.name), state.extent)
@@ -399,42 +414,44 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         }
 
     def _gather(self, name: str, take: Callable[[Table], Tensor], extent: Extent | None) -> Tensor:
-        spec, placed = self.spec.table(name), self.geometry.placement.by_name[name]
-        if placed.replicated:
+        """Gathers the weight, or a state of an extent, of all shards of a table. `take` gets it from a shard."""
+        spec, placement = self.spec.table(name), self.geometry.placement.by_name[name]
+        if placement.replicated:
             return take(self._table(name)).clone()
         of_rows = extent == "row"
         dtype = torch.float32 if extent else getattr(torch, _torch_name(spec.dtype))
         shape = (spec.num_embeddings,) if of_rows else (spec.num_embeddings, spec.embedding_dim)
         whole = torch.empty(shape, dtype=dtype, device=self._device)
-        for number, piece in enumerate(placed.pieces):
+        for number, piece in enumerate(placement.pieces):
             for shard, owner in enumerate(piece.owners):
-                rows = placed.rows(piece, shard)
+                rows = placement.rows(piece, shard)
                 part = whole.new_empty((rows.count, *(() if of_rows else (piece.width,))))
                 if owner == self._ranks.rank:
-                    part.copy_(take(self._table(piece_name(placed, number)))[: rows.count])
+                    part.copy_(take(self._table(piece_name(placement, number)))[: rows.count])
                 if rows.count:
                     self._wires.broadcast(part, owner)
-                place = slice(rows.range.start, rows.range.stop, rows.range.step)
+                row_slice = slice(rows.range.start, rows.range.stop, rows.range.step)
                 if of_rows:
-                    whole[place] = part
+                    whole[row_slice] = part
                 else:
-                    whole[place, piece.begin : piece.end] = part
+                    whole[row_slice, piece.begin : piece.end] = part
         return whole
 
     def _table(self, name: str) -> Table:
         for module in self._own_collections():
             if name in module.named_tables():
                 return module.named_tables()[name]
-        raise PlanError(f"table {name!r}: this rank holds nothing of it")
+        raise PlanError(f"table {name!r}: this rank holds no part of it")
 
-    # ---- About itself -------------------------------------------------------------------------------------
+    # ---- Counters and errors ------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Bytes that this rank has sent to others since it was made (or `reset_counters`), by what they were."""
+        """The bytes that this rank has sent to others since the module was made or `reset_counters` was called, by
+        kind."""
         return {**self._ids.counters, **self._wires.counters}
 
     def reset_counters(self) -> None:
-        """Counts from 0 again."""
+        """Sets all counters to 0."""
         self._ids.counters.clear()
         self._wires.counters.clear()
 
@@ -444,7 +461,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
             module.check()
 
     def close(self) -> None:
-        """Gives the module's process groups back. All ranks must call; the module cannot be called any more."""
+        """Destroys the module's process groups. All ranks must call; the module cannot be called after that."""
         self._ids.close()
         self._wires.close()
 
@@ -460,7 +477,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         return forward, self.formats.backward or "fp32"
 
     def _agree(self, optimizer: Optimizers, wrong: Exception | None, options: dict[str, Any]) -> int:
-        """Raises where ranks differ in what must be the same; returns the seed of rank 0."""
+        """Raises RankError if arguments differ between ranks. Returns the seed of rank 0."""
         facts: dict[str, Any] = {}
         if wrong is None:
             groups = rule_groups(optimizer, self.spec)
@@ -473,8 +490,8 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
 def _resolve_step(
     spec: CollectionSpec, backend: str, arch: str, kernels: str | None, remaps: dict[str, Remap]
 ) -> ResolveStep | None:
-    """Rows are int64 here, so that any rank can read from an unknown id's number, which another rank sent, which id it
-    was."""
+    """The step that turns ids into rows. Rows are int64 here, so that every rank can tell from the number of an unknown
+    id, which another rank sent, which id it was."""
     plan = resolve_plan(spec, backend, arch, "int64")
     programs = {torch.int64: Program(plan, kernels).text}
     return resolve_step(spec, backend, programs, remaps, {}, widens=True)
@@ -485,13 +502,13 @@ def _state_of(name: str, shard: Table) -> Tensor:
 
 
 def _facts_of(groups: RuleGroups) -> dict[str, Any]:
-    """What ranks must say alike of the optimizers, by the names of their groups if these have some."""
-    found = {}
+    """What must be the same on all ranks about the optimizers: by the names of their groups, if there are several."""
+    by_group = {}
     for number, group in enumerate(groups.groups):
-        given = group.optimizer
-        facts = {"update": given.update.to_dict(), "lr": float(given.lr), "hyper": given.hyper_values}
-        found[group.name] = facts | ({"tables": groups.table_names(group), "group": number} if group.name else {})
-    return found.get("", found)
+        optimizer = group.optimizer
+        facts = {"update": optimizer.update.to_dict(), "lr": float(optimizer.lr), "hyper": optimizer.hyper_values}
+        by_group[group.name] = facts | ({"tables": groups.table_names(group), "group": number} if group.name else {})
+    return by_group.get("", by_group)
 
 
 def _torch_name(dtype: str) -> str:

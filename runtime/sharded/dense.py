@@ -1,4 +1,5 @@
-"""`All2AllDenseEmbedding`: a plain lookup in a table whose rows are spread over ranks, as SparseOperationKit's."""
+"""`All2AllDenseEmbedding`: a lookup without pooling in a table whose rows are split over ranks, like the one of
+SparseOperationKit."""
 
 from __future__ import annotations
 
@@ -16,17 +17,16 @@ from embforge.training.fused_optimizer import FusedOptimizer
 from embforge.training.rule_groups import Optimizers
 
 BAGS = 4096
-"""Ids are handed to kernels in so many bags, so that a GPU's blocks share the work."""
+"""The number of bags in which ids are passed to kernels, so that the blocks of a GPU share the work."""
 
 
 class All2AllDenseEmbedding(nn.Module):
-    """`[...] ids -> [..., dim]`: an all-to-all of ids, a local gather, an all-to-all of rows; backward one of
-    gradients.
+    """Looks up ids of any shape, `[...] ids -> [..., dim]`, by an all-to-all of ids, a local gather, and an all-to-all
+    of rows; the backward has an all-to-all of gradients.
 
-    Rank `id % ranks` holds row `id`. An id that occurs several times on a rank is sent once, its row comes once and its
-    gradients go back added up; `duplicates="keep"` sends all of them, which makes training equal to one rank's bit
-    by bit.
-    Other keywords: as `ShardedEmbeddingCollection`.
+    Rank `id % ranks` holds row `id`. An id that occurs several times on a rank is sent once, its row is received once,
+    and its gradients are added up before they are sent; `duplicates="keep"` sends all of them, so that training has the
+    same bits as on one rank. The other keywords are those of `ShardedEmbeddingCollection`.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class All2AllDenseEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows of ids of any shape, as `[batch, slots, nnz]` or `[N]`; ranks may have different ones, also none."""
+        """The rows of ids of any shape, e.g. `[batch, slots, nnz]` or `[N]`. Ranks may have different shapes, also
+        without ids."""
         if not isinstance(ids, Tensor):
             raise TypeError(f"ids: got {type(ids).__name__}; allowed: a tensor of int32 or int64, of any shape")
         flat = ids.reshape(-1)
@@ -63,11 +64,11 @@ class All2AllDenseEmbedding(nn.Module):
 
     @property
     def optimizer(self) -> FusedOptimizer | None:
-        """As `ShardedEmbeddingCollection.optimizer`."""
+        """The optimizer of the collection, see `ShardedEmbeddingCollection.optimizer`."""
         return self.collection.optimizer
 
     def load_full(self, weight: Tensor) -> None:
-        """Takes this rank's rows of a whole table."""
+        """Copies this rank's rows from a whole table."""
         self.collection.load_full({"weight": weight})
 
     def full(self) -> Tensor:
@@ -75,7 +76,7 @@ class All2AllDenseEmbedding(nn.Module):
         return self.collection.full("weight")
 
     def counters(self) -> dict[str, int]:
-        """Bytes sent to other ranks, by what they were."""
+        """The bytes that were sent to other ranks, by kind."""
         return self.collection.counters()
 
 

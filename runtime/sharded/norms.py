@@ -1,7 +1,7 @@
-"""Rules that reduce a row to a number, on tables whose columns lie on several ranks.
+"""Update rules that reduce a row to a number, for tables whose columns are on several ranks.
 
-Each rank reduces its columns; the partial sums of a row are exchanged and added in the order of the columns. The update
-kernel takes the numbers as states of the row: its rule is the user's, with every reduction replaced by such a state.
+Each rank reduces its columns. The partial sums of a row are exchanged and added up in the order of columns. The update
+kernel reads the results as states of the row: its rule is the user's rule, with every reduction replaced by a state.
 """
 
 from __future__ import annotations
@@ -31,63 +31,63 @@ from embforge.training.rule_groups import RuleGroups, TableOptimizer
 
 FOLDS = ("sum", "mean", "norm")
 SHARED, OF_COLUMNS = "shared_{}", "_columns"
-"""What reductions are called as states, and how the name of a rule ends that has such."""
+"""The names of states that hold reductions, and the suffix of the names of rules that have them."""
 
 
 @dataclass(frozen=True)
 class SharedRule:
-    """A rule whose numbers of a row must be put together from several pieces."""
+    """A rule whose reductions of a row must be combined from several ranks."""
 
     group: int
-    """Which of the module's groups has it."""
+    """The index of its group among those of the module."""
     update: Update
-    """As the user gave it."""
+    """The user's update."""
     tables: tuple[str, ...]
-    """All tables that it trains."""
+    """All tables that the rule trains."""
 
 
 def needs_norms(geometry: Geometry, groups: RuleGroups) -> tuple[SharedRule, ...]:
-    """The rules that reduce rows, of which the columns of a table lie on several ranks."""
-    found = []
+    """The rules that reduce rows and train a table whose columns are on several ranks."""
+    shared = []
     for number, group in enumerate(groups.groups):
         update, tables = group.optimizer.update, groups.table_names(group)
         if program_of(update.rule).reductions and any(geometry.placement.by_name[t].columns_split for t in tables):
-            found.append(SharedRule(number, update, tables))
-    return tuple(found)
+            shared.append(SharedRule(number, update, tables))
+    return tuple(shared)
 
 
 def shared_rules(groups: RuleGroups, shared: Sequence[SharedRule]) -> RuleGroups:
-    """The groups, with rules whose reductions are states of the row where these are shared."""
+    """The groups, with the rules in `shared` replaced by rules that have states for their reductions."""
     numbers = {rule.group for rule in shared}
-    made = [
+    replaced = [
         replace(group, optimizer=_SharedOptimizer(group.optimizer)) if number in numbers else group
         for number, group in enumerate(groups.groups)
     ]
-    return replace(groups, groups=tuple(made))
+    return replace(groups, groups=tuple(replaced))
 
 
 class _SharedOptimizer:
-    """An optimizer whose reductions are given from outside, in all else the user's."""
+    """The user's optimizer, with a rule that has states for its reductions."""
 
     def __init__(self, optimizer: TableOptimizer) -> None:
-        self._given = optimizer
+        self._original = optimizer
         rule = optimizer.update.rule
         self.update = replace(optimizer.update, rule=_without_reductions(rule))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.__dict__["_given"], name)
+        return getattr(self.__dict__["_original"], name)
 
 
-def given_rule(layout: TableLayout) -> str:
-    """The name of the rule that the user gave a table, whose own may be one that shares reductions."""
+def user_rule(layout: TableLayout) -> str:
+    """The name of the user's rule for a table. The rule in the layout may be one that shares reductions."""
     shares = any(state.name == SHARED.format(0) for state in layout.states)
     return layout.rule.removesuffix(OF_COLUMNS) if shares else layout.rule
 
 
 def state_names(rule: Rule) -> list[str]:
-    """What the reductions of a rule are called as states."""
+    """The names of the states that hold the reductions of a rule."""
     return [SHARED.format(number) for number in range(len(program_of(rule).reductions))]
 
 
@@ -96,8 +96,8 @@ def _without_reductions(rule: Rule) -> Rule:
     texts = [_spelled(reduction.text) for reduction in program.reductions]
     if len(set(texts)) != len(texts):
         raise RuleError(
-            f"rule {rule.name!r}: {texts} reduce different values by the same words, which cannot be told apart where "
-            "columns of a table lie on several ranks; give the values different names, or use row_wise or table_wise"
+            f"rule {rule.name!r}: {texts} reduce different values that have the same names, which is not possible if "
+            "the columns of a table are on several ranks; rename the values, or use row_wise or table_wise"
         )
     names = dict(zip(texts, state_names(rule), strict=True))
 
@@ -109,23 +109,24 @@ def _without_reductions(rule: Rule) -> Rule:
     lines = tuple(ast.unparse(Replace().visit(ast.parse(line))) for line in program.lines)
     kept = tuple(f"{name} = {name}" for name in names.values())
     states = (*rule.states, *(State(name, "row") for name in names.values()))
-    made = Rule(f"{rule.name}{OF_COLUMNS}"[:60], (*lines, *kept), states, rule.hyper)
-    program_of(made)
-    return made
+    replaced = Rule(f"{rule.name}{OF_COLUMNS}"[:60], (*lines, *kept), states, rule.hyper)
+    program_of(replaced)
+    return replaced
 
 
 def _spelled(text: str) -> str:
     return ast.unparse(ast.parse(text, mode="eval"))
 
 
-class _Shared(Evaluation):
-    """A rule as far as its last reduction, which others complete: a generator of partial sums that is sent whole
-    ones."""
+class _SharedEvaluation(Evaluation):
+    """Evaluates a rule up to its last reduction, with sums over the columns of all ranks."""
 
     def partial_sums(self, whole_width: int) -> Generator[Tensor, Tensor, list[Tensor]]:
-        found: list[Tensor] = []
+        """For each reduction, yields the sums over this rank's columns and is sent those over all columns. Returns the
+        values of all reductions. `whole_width` is the number of columns on all ranks."""
+        values: list[Tensor] = []
         for step in self.program.steps:
-            if len(found) == len(self.program.reductions):
+            if len(values) == len(self.program.reductions):
                 break
             if not isinstance(step, Reduction):
                 self.define(step)
@@ -136,13 +137,13 @@ class _Shared(Evaluation):
                 total = total / torch.full((1,), float(whole_width), dtype=total.dtype, device=total.device)
             elif step.fold == "norm":
                 total = ieee_sqrt(total)
-            found.append(total)
+            values.append(total)
             self.values[step.name] = total[:, None]
-        return found
+        return values
 
 
 class RowNorms:
-    """The exchange of one module."""
+    """Computes the reductions of rows whose columns are on several ranks, for one module."""
 
     def __init__(
         self,
@@ -155,21 +156,23 @@ class RowNorms:
     ) -> None:
         self.rank, self.exchange, self.owner, self.rules, self.device = rank, exchange, owner, rules, device
         self.held = [_held(geometry, number) for number in range(geometry.world_size)]
-        """Of each rank, the tables of its own collection."""
+        """For each rank, the tables of its own collection."""
 
     def share(self) -> None:
-        """Fills the states of the rows whose gradients wait, rule by rule. All ranks must call."""
-        # Also where no row waits: the step counts, as on ranks whose rows occur.
+        """Computes the states that hold reductions, for all rows whose gradients wait, rule by rule. All ranks must
+        call."""
+        # Also if no row waits: the step must be counted, as on ranks whose rows occur.
         reduced = [] if self.owner is None else self.owner.merge()
         for rule in self.rules:
             everywhere = [[held for held in of_rank if held.table in rule.tables] for of_rank in self.held]
-            own = [place for place, held in enumerate(self.held[self.rank]) if held.table in rule.tables]
-            self._share(rule, everywhere, own, [reduced[place] for place in own])
+            own = [index for index, held in enumerate(self.held[self.rank]) if held.table in rule.tables]
+            self._share(rule, everywhere, own, [reduced[index] for index in own])
 
     def _share(
         self, rule: SharedRule, everywhere: list[list[_Held]], own: list[int], reduced: list[tuple[Tensor, Tensor]]
     ) -> None:
-        """One rule's. `everywhere`: its tables on each rank; `own`: where they are in this rank's own collection."""
+        """Computes the reductions of one rule. `everywhere` has its tables on each rank, `own` the indices of those in
+        this rank's own collection, `reduced` their rows and gradients."""
         evaluations = self._evaluations(rule, everywhere[self.rank], own, reduced)
         rows = [held.whole_rows(local) for held, (local, _) in zip(everywhere[self.rank], reduced, strict=True)]
         sums = [next(evaluation) for evaluation in evaluations]
@@ -186,68 +189,71 @@ class RowNorms:
             for name, value in zip(state_names(rule.update.rule), values, strict=True):
                 states[name][local] = value
 
-    def _tables(self, places: Sequence[int]) -> list[Table]:
-        held = [] if self.owner is None else list(self.owner.module.named_tables().values())
-        return [held[place] for place in places]
+    def _tables(self, indices: Sequence[int]) -> list[Table]:
+        tables = [] if self.owner is None else list(self.owner.module.named_tables().values())
+        return [tables[index] for index in indices]
 
     def _evaluations(
         self, rule: SharedRule, held: list[_Held], own: list[int], reduced: list[tuple[Tensor, Tensor]]
     ) -> list[Generator[Tensor, Tensor, list[Tensor]]]:
-        """The rule on the rows whose gradients wait, table by table."""
+        """Evaluations of a rule for the rows whose gradients wait, table by table."""
         if self.owner is None:
             return []
         numbers = self.owner.module.trainer.numbers
         assert numbers is not None
         scale, step = numbers.get("grad_scale", rule.group) or 1.0, int(numbers.counters[STEP]) + 1
         evaluations = []
-        for table, (rows, gradient), placed in zip(self._tables(own), reduced, held, strict=True):
+        for table, (rows, gradient), shard in zip(self._tables(own), reduced, held, strict=True):
             states = {name: state[rows] for name, state in table.states().items()}
-            evaluation = _Shared(
+            evaluation = _SharedEvaluation(
                 rule.update, numbers.values(rule.group), step, gradient / scale, table.weight[rows].float(), states,
                 torch.float32,
             )  # fmt: skip
-            evaluations.append(evaluation.partial_sums(placed.whole_width))
+            evaluations.append(evaluation.partial_sums(shard.whole_width))
         return evaluations
 
     def _exchange(self, everywhere: list[list[_Held]], rows: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-        """For every table of a rule, the sums over all its columns, added in their order.
+        """For every table of a rule, the sums over all its columns, added up in the order of columns.
 
-        `everywhere`: these tables on each rank. `rows`: of each of this rank's tables the rows that `sums` are of, by
-        their numbers in the whole table. Every holder of a row has a gradient for it, so that both sides know which
-        rows travel, in the order of the rows.
+        `everywhere` has these tables on each rank. `rows` has for each table of this rank the rows of `sums`, by their
+        numbers in the whole table. All ranks that hold columns of a row have a gradient for it, so that sender and
+        receiver know which rows are sent; their order is ascending.
         """
-        mine = everywhere[self.rank]
-        known = dict(zip((held.key for held in mine), zip(rows, sums, strict=True), strict=True))
-        out = [
-            [known[held.key][1][held.shared(known[held.key][0], others)] for held in mine if held.meets(others)]
+        own_shards = everywhere[self.rank]
+        known = dict(zip((held.key for held in own_shards), zip(rows, sums, strict=True), strict=True))
+        outgoing = [
+            [known[held.key][1][held.shared(known[held.key][0], others)] for held in own_shards if held.meets(others)]
             for others in (() if rank == self.rank else held for rank, held in enumerate(everywhere))
         ]
-        wanted = {
-            held.key: (rank, held.wanted([known[own.key][0] for own in mine if own.table == held.table]))
+        incoming = {
+            held.key: (rank, held.held_rows([known[own.key][0] for own in own_shards if own.table == held.table]))
             for rank, others in enumerate(everywhere)
             for held in others
-            if rank != self.rank and held.meets(mine)
+            if rank != self.rank and held.meets(own_shards)
         }
-        coming = [0] * len(everywhere)
-        for rank, whole in wanted.values():
-            coming[rank] += whole.numel()
-        flat = [total for totals in out for total in totals]
+        receive_sizes = [0] * len(everywhere)
+        for rank, whole in incoming.values():
+            receive_sizes[rank] += whole.numel()
+        flat = [total for totals in outgoing for total in totals]
         received = self.exchange.all_to_all(
             "row_norms",
             torch.cat(flat) if flat else torch.empty(0, dtype=torch.float32, device=self.device),
-            [sum(total.numel() for total in totals) for totals in out],
-            coming,
+            [sum(total.numel() for total in totals) for totals in outgoing],
+            receive_sizes,
         )
-        parts = received.split([whole.numel() for _, whole in wanted.values()])
-        known |= {key: (whole, part) for (key, (_, whole)), part in zip(wanted.items(), parts, strict=True)}
-        return [_whole(held, whole, total, known) for held, whole, total in zip(mine, rows, sums, strict=True)]
+        parts = received.split([whole.numel() for _, whole in incoming.values()])
+        known |= {key: (whole, part) for (key, (_, whole)), part in zip(incoming.items(), parts, strict=True)}
+        return [
+            _whole_sums(held, whole, total, known) for held, whole, total in zip(own_shards, rows, sums, strict=True)
+        ]
 
 
-def _whole(held: _Held, rows: Tensor, mine: Tensor, known: dict[Key, tuple[Tensor, Tensor]]) -> Tensor:
-    """The sums over all columns of a table's rows, piece by piece in the order of the columns."""
-    added = torch.zeros_like(mine)
+def _whole_sums(held: _Held, rows: Tensor, own: Tensor, known: dict[Key, tuple[Tensor, Tensor]]) -> Tensor:
+    """The sums over all columns of a table's rows, piece by piece in the order of columns. `known` has the rows and
+    the sums of each shard."""
+    added = torch.zeros_like(own)
     for number in range(held.pieces):
-        part = torch.zeros_like(mine)
+        part = torch.zeros_like(own)
         for (table, piece, _), (whole, sums) in known.items():
             if (table, piece) == (held.table, number) and whole.numel():
                 place = torch.searchsorted(whole, rows).clamp_(max=whole.numel() - 1)
@@ -262,13 +268,15 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class _Held:
-    """A table of a rank's own collection: some columns of some rows of a table."""
+    """A shard that a rank holds: some columns of some rows of a table."""
 
     table: str
     number: int
-    """Of the piece of columns."""
+    """The number of the piece of columns."""
     pieces: int
+    """The number of pieces of the table."""
     whole_width: int
+    """The number of columns of the table."""
     rows: Rows
 
     @property
@@ -276,41 +284,43 @@ class _Held:
         return (self.table, self.number, self.rows.shard)
 
     def whole_rows(self, local: Tensor) -> Tensor:
-        """The numbers in the whole table of rows of this shard; in the same order, because shards keep it."""
+        """The numbers in the whole table of rows of this shard. Ascending numbers stay ascending."""
         if self.rows.by == "modulo":
             return local * self.rows.shards + self.rows.shard
         return local + self.rows.shard * self.rows.capacity
 
     def meets(self, others: Sequence[_Held]) -> bool:
-        """Whether a rank that holds these has other columns of this table, and any of the same rows."""
-        return any(self._beside(other) for other in others)
+        """Whether a rank that holds these shards has other columns of some rows of this shard."""
+        return any(self._has_other_columns(other) for other in others)
 
-    def _beside(self, other: _Held) -> bool:
+    def _has_other_columns(self, other: _Held) -> bool:
         if self.table != other.table or self.number == other.number:
             return False
         return self.rows.shards != other.rows.shards or self.rows.shard == other.rows.shard
 
     def shared(self, rows: Tensor, others: Sequence[_Held]) -> Tensor:
-        """Which of this shard's rows are also held by a rank that has other columns of the table."""
-        beside = [other for other in others if self._beside(other)]
-        return torch.stack([other.holds(rows) for other in beside]).any(dim=0)
+        """Which of these rows of this shard a rank with the shards `others` has other columns of."""
+        with_other_columns = [other for other in others if self._has_other_columns(other)]
+        return torch.stack([other.holds(rows) for other in with_other_columns]).any(dim=0)
 
-    def wanted(self, rows: Sequence[Tensor]) -> Tensor:
-        """Those of some rows of the table that this shard holds, in their order."""
+    def held_rows(self, rows: Sequence[Tensor]) -> Tensor:
+        """The rows of the whole table that are in `rows` and in this shard, in ascending order."""
         whole: Tensor = torch.unique(torch.cat(list(rows)))
         return whole[self.holds(whole)]
 
     def holds(self, rows: Tensor) -> Tensor:
-        """Which rows of the whole table lie in this shard."""
+        """Which rows of the whole table are in this shard."""
         shards: Tensor = rows % self.rows.shards if self.rows.by == "modulo" else rows // self.rows.capacity
         return shards.eq(self.rows.shard)
 
 
 def _held(geometry: Geometry, rank: int) -> list[_Held]:
-    found = []
-    for placed in geometry.placement.tables:
-        for number, piece in enumerate(placed.pieces):
+    """The shards that a rank holds, in the order of its own collection."""
+    shards = []
+    for placement in geometry.placement.tables:
+        table, pieces = placement.table, placement.pieces
+        for number, piece in enumerate(pieces):
             if rank in piece.owners:
-                rows = placed.rows(piece, piece.owners.index(rank))
-                found.append(_Held(placed.table.name, number, len(placed.pieces), placed.table.embedding_dim, rows))
-    return found
+                rows = placement.rows(piece, piece.owners.index(rank))
+                shards.append(_Held(table.name, number, len(pieces), table.embedding_dim, rows))
+    return shards

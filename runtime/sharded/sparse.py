@@ -1,4 +1,4 @@
-"""`DistributedSparseEmbedding`: pooled lookups in tables that are fused by width, as SparseOperationKit's."""
+"""`DistributedSparseEmbedding`: pooled lookups in tables that are fused by width, like SparseOperationKit's."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from embforge.codegen.poolings import POOLINGS
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 from embforge.sharded.collection import ShardedEmbeddingCollection
-from embforge.sharded.stages.all2all import Arrived, Room, Vectors
+from embforge.sharded.stages.all2all import GradientBuffers, ReceivedVectors, Vectors
 from embforge.sharded.stages.data_distributor import Distributed
 from embforge.sharded.stages.stage_metadata import Base
 from embforge.training.rule_groups import Optimizers, RuleGroups, rule_groups
 
 
 class DistributedSparseEmbedding(ShardedEmbeddingCollection):
-    """Sums and means of bags over tables of any number of ranks: rank `key % ranks` holds the row of a key.
+    """Sums and means of bags, over tables whose rows are split over any number of ranks.
 
-    Tables of equal width and dtype are rows of one, one behind the other; a key is a row there, which the module
-    works out
-    from a feature and its id. Forward each rank adds up the rows it owns and a reduce-scatter the partial sums;
-    backward an
-    all-gather brings the gradients of all samples. Arguments: as `ShardedEmbeddingCollection`, without a plan.
+    The rows of all tables with the same width and dtype are put one after the other into a fused table. The module
+    computes the row of a feature's id in that table, its key; rank `key % ranks` holds the row. In a forward, each rank
+    adds up the rows that it holds, and a reduce-scatter adds up these partial sums. In a backward, an all-gather gets
+    the gradients of all samples. The arguments are those of `ShardedEmbeddingCollection`, without a plan.
     """
 
     def __init__(
@@ -39,14 +38,16 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
                 allowed = ", ".join(name for name, kind in POOLINGS.items() if kind.sums)
                 raise SpecError(
                     f"feature {feature.name!r}: pooling={feature.pooling!r} cannot be reduced and scattered; allowed: "
-                    f"{allowed}; ShardedEmbeddingCollection has all poolings"
+                    f"{allowed}; use ShardedEmbeddingCollection for other poolings"
                 )
         if options.get("formats") is not None:
-            raise ValueError("formats: a reduce-scatter adds fp32; ShardedEmbeddingCollection has other formats")
+            raise ValueError(
+                "formats: a reduce-scatter adds fp32 numbers; leave formats away, or use ShardedEmbeddingCollection"
+            )
         if options.get("pools") not in (None, "all"):
             raise ValueError(
-                f"pools={options['pools']!r}: a reduce-scatter adds pools of all bags; allowed: 'all'; "
-                "ShardedEmbeddingCollection has 'different' too"
+                f"pools={options['pools']!r}: a reduce-scatter adds pools of all bags; allowed: 'all'; use "
+                "ShardedEmbeddingCollection for 'different'"
             )
         options["pools"] = "all"
         members = _fuse(spec)
@@ -54,57 +55,64 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
         if isinstance(optimizer, Mapping):
             optimizer = _of_fused(rule_groups(optimizer, spec), members)
         super().__init__(fused, ShardPlan.row_wise(fused), process_group, optimizer, _bases=members.bases, **options)
-        self.given_spec, self._members = spec, members.members
-        wiring = replace(self.distributor.wiring, added_on_the_way=True)
-        self.network = replace(self.network, wiring=wiring)
+        self.original_spec, self._members = spec, members.members
+        arrays = replace(self.distributor.arrays, exchange_adds=True)
+        self.network = replace(self.network, arrays=arrays)
         vectors = self.vectors
         self.vectors = ReducedVectors(
-            wiring, vectors.exchange, vectors.forward_wire, vectors.backward_wire, vectors.plan, vectors.kernels
+            arrays, vectors.exchange, vectors.forward_wire, vectors.backward_wire, vectors.plan, vectors.kernels
         )
 
     def load_full(self, tables: Mapping[str, Tensor]) -> None:
-        """Takes this rank's rows of whole tables, by the names of the given spec; all tables of a width at once."""
+        """Copies this rank's rows from whole tables, by the names of the original spec. All tables of the same width
+        and dtype must be loaded together."""
         for name, members in self._members.items():
             known = [tables[member.name] for member in members if member.name in tables]
             if known and len(known) != len(members):
                 missing = ", ".join(repr(m.name) for m in members if m.name not in tables)
-                raise ValueError(f"tables: {missing} missing; tables of one width are one, so give all of them")
+                raise ValueError(
+                    f"tables: {missing} missing; tables of the same width and dtype are fused, so load all of them "
+                    "together"
+                )
             if known:
                 super().load_full({name: torch.cat(known)})
 
     def full(self, table: str) -> Tensor:
         """The whole table, on every rank. All ranks must call."""
-        name, rows = self._place(table)
+        name, rows = self._fused_rows(table)
         return super().full(name)[rows]
 
     def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
         """The whole states of a table, on every rank. All ranks must call."""
-        name, rows = self._place(table)
-        return {state: found[rows] for state, found in super().full_optimizer_state(name).items()}
+        name, rows = self._fused_rows(table)
+        return {state: values[rows] for state, values in super().full_optimizer_state(name).items()}
 
     def shards(self, table: str) -> dict[tuple[range, range], Tensor]:
-        """Of a table of the given spec there is no part that a rank holds as it stands: see `full`."""
+        """The live parts of a fused table that this rank holds. Raises ValueError for a table of the original spec,
+        whose rows are mixed with those of other tables: see `full`."""
         if table in self._members:
             return super().shards(table)
-        name, _ = self._place(table)
+        name, _ = self._fused_rows(table)
         members = ", ".join(repr(member.name) for member in self._members[name])
-        raise ValueError(f"table {table!r}: a rank holds every n-th row of {members} together; full() has whole tables")
+        raise ValueError(
+            f"table {table!r}: a rank holds every n-th row of {members} together; get the whole table with full()"
+        )
 
     def _set_trainable(self, names: Sequence[str], wanted: bool) -> None:
-        """Tables of one width are one, so all of them are trained or none."""
-        fused = {self._place(name)[0] for name in names}
+        """Freezes or unfreezes tables. Tables of the same width and dtype are fused, so all of them must be named."""
+        fused = {self._fused_rows(name)[0] for name in names}
         for name in fused:
             missing = [member.name for member in self._members[name] if member.name not in names]
             if missing:
                 raise ValueError(
-                    f"table {missing[0]!r}: tables of one width are one, frozen together or not at all; name all of "
-                    f"them: {', '.join(repr(member.name) for member in self._members[name])}"
+                    f"table {missing[0]!r}: tables of the same width and dtype are fused, so they are frozen together "
+                    f"or not at all; name all of them: {', '.join(repr(member.name) for member in self._members[name])}"
                 )
         super()._set_trainable(tuple(sorted(fused)), wanted)
 
-    def _place(self, table: str) -> tuple[str, slice]:
-        """The fused table that holds a table of the given spec, and its rows there."""
-        self.given_spec.table(table)
+    def _fused_rows(self, table: str) -> tuple[str, slice]:
+        """The fused table that has the rows of a table of the original spec, and these rows."""
+        self.original_spec.table(table)
         for name, members in self._members.items():
             firsts = accumulate((m.num_embeddings for m in members), initial=0)
             for first, member in zip(firsts, members, strict=False):
@@ -115,6 +123,8 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
 
 @dataclass(frozen=True)
 class _Fused:
+    """A spec with fused tables."""
+
     spec: CollectionSpec
     bases: list[Base]
     members: dict[str, list[TableSpec]]
@@ -125,25 +135,26 @@ def _fuse(spec: CollectionSpec) -> _Fused:
     for table in spec.tables:
         if not table.ids_are_rows:
             raise SpecError(
-                f"table {table.name!r}: remap={table.remap} is not allowed here, where tables of one width are one; "
-                "use ShardedEmbeddingCollection, or turn ids into rows before the call"
+                f"table {table.name!r}: remap={table.remap} is not allowed here, because tables of the same width and "
+                "dtype are fused; use ShardedEmbeddingCollection, or turn ids into rows before the call"
             )
         members.setdefault(f"dim{table.embedding_dim}_{table.dtype}", []).append(table)
-    home: dict[str, tuple[str, Base]] = {}
+    bases: dict[str, tuple[str, Base]] = {}
+    """For each table, the fused table that has its rows, and where."""
     for name, tables in members.items():
         first = 0
         for table in tables:
-            home[table.name] = name, Base(first, table.num_embeddings, table.name)
+            bases[table.name] = name, Base(first, table.num_embeddings, table.name)
             first += table.num_embeddings
     fused = tuple(
         TableSpec(name, sum(t.num_embeddings for t in tables), tables[0].embedding_dim, tables[0].dtype)
         for name, tables in members.items()
     )
     features = tuple(
-        # A padding id that is no row must not be one of another table.
+        # A padding id outside of its table must not become a row of another table.
         FeatureSpec(
             f.name,
-            home[f.table][0],
+            bases[f.table][0],
             f.pooling,
             f.weighted,
             f.hotness,
@@ -151,39 +162,41 @@ def _fuse(spec: CollectionSpec) -> _Fused:
         )
         for f in spec.features
     )
-    bases = [home[feature.table][1] for feature in spec.features]
-    return _Fused(CollectionSpec(fused, features, spec.output_dtype, spec.name), bases, members)
+    of_features = [bases[feature.table][1] for feature in spec.features]
+    return _Fused(CollectionSpec(fused, features, spec.output_dtype, spec.name), of_features, members)
 
 
 def _of_fused(groups: RuleGroups | None, fused: _Fused) -> RuleGroups:
-    """The groups of tables that hold several each: tables of one width are one, and trained by one optimizer."""
+    """The groups of fused tables. Raises ValueError for tables that are fused but have different optimizers."""
     assert groups is not None
     for members in fused.members.values():
         first, *others = [groups.of_table(groups.tables.index(member.name)) for member in members]
         for member, group in zip(members[1:], others, strict=True):
             if group is not first:
                 raise ValueError(
-                    f"optimizer: tables {members[0].name!r} and {member.name!r} have one width and dtype and so are "
-                    "one here, trained by one optimizer; name them in one entry, or use ShardedEmbeddingCollection"
+                    f"optimizer: tables {members[0].name!r} and {member.name!r} have the same width and dtype, so "
+                    "they are fused and trained by one optimizer; name them in one entry, or use "
+                    "ShardedEmbeddingCollection"
                 )
     return groups.for_parts(list(fused.members), [members[0].name for members in fused.members.values()])
 
 
 class ReducedVectors(Vectors):
-    """Partial pools are added on their way: every rank's results have the same columns."""
+    """The exchange of vectors by reduce-scatter and all-gather: it adds up partial pools. The results of all ranks have
+    the same columns."""
 
-    def to_samples(self, done: Distributed, pooled: Tensor | None, sequence: Tensor | None) -> Arrived:
+    def to_samples(self, distributed: Distributed, pooled: Tensor | None, sequence: Tensor | None) -> ReceivedVectors:
         assert pooled is not None and (sequence is None or not sequence.numel())
-        scattered = self.exchange.reduce_scatter("vectors", pooled, done.samples)
-        return Arrived(scattered.reshape(-1), (0,) * self.wiring.geometry.world_size, None, None, [])
+        scattered = self.exchange.reduce_scatter("vectors", pooled, distributed.samples)
+        return ReceivedVectors(scattered.reshape(-1), (0,) * self.arrays.geometry.world_size, None, None, [])
 
-    def room(self, done: Distributed) -> Room:
-        size = done.samples[self.rank] * sum(self.widths[self.rank])
-        partials = torch.empty(size, dtype=self.backward_wire.dtype, device=self.wiring.device)
-        return Room(partials, (0,) * self.wiring.geometry.world_size, None, None)
+    def gradient_buffers(self, distributed: Distributed) -> GradientBuffers:
+        size = distributed.samples[self.rank] * sum(self.widths[self.rank])
+        partials = torch.empty(size, dtype=self.backward_wire.dtype, device=self.arrays.device)
+        return GradientBuffers(partials, (0,) * self.arrays.geometry.world_size, None, None)
 
     def to_owners(
-        self, done: Distributed, room: Room, sequences: Sequence[Tensor]
+        self, distributed: Distributed, gradient_buffers: GradientBuffers, sequences: Sequence[Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        rows = room.partials.view(done.samples[self.rank], sum(self.widths[self.rank]))
-        return self.exchange.all_gather("gradients", rows, done.samples), None
+        rows = gradient_buffers.partials.view(distributed.samples[self.rank], sum(self.widths[self.rank]))
+        return self.exchange.all_gather("gradients", rows, distributed.samples), None

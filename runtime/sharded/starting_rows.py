@@ -1,4 +1,4 @@
-"""The rows that a sharded collection begins with."""
+"""The initial rows of a sharded collection."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from embforge.storage.static import starting_bound
 
 
 def draw_rows(spec: CollectionSpec, held: Iterable[HeldTable], seed: int) -> None:
-    """Rows uniformly from within `starting_bound`, of every shard from a seed of its own: ranks often share torch's."""
-    for each in held:
-        rows = each.table.weight
+    """Draws rows uniformly from within `starting_bound`. Every shard has its own seed, because ranks often have the
+    same seed of torch."""
+    for shard in held:
+        rows = shard.table.weight
         if rows.is_meta:
             continue
-        key = f"{seed}/{each.name}/{each.piece}/{each.shard}"
+        key = f"{seed}/{shard.name}/{shard.piece}/{shard.shard}"
         generator = torch.Generator(rows.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
-        _fill(rows, starting_bound(spec.table(each.name)), generator)
+        _fill(rows, starting_bound(spec.table(shard.name)), generator)
 
 
 @torch.no_grad()
 def _fill(rows: Tensor, bound: float, generator: torch.Generator) -> None:
-    for part in rows.split(1 << 16):  # drawn in fp32 and converted, a slice at a time
+    for part in rows.split(1 << 16):  # drawn in fp32 and converted, one slice after the other
         drawn = torch.empty(part.shape, dtype=torch.float32, device=rows.device).uniform_(
             -bound, bound, generator=generator
         )

@@ -1,4 +1,4 @@
-"""How a sharded collection is trained: when, and by all ranks alike."""
+"""The training of sharded collections: when rows are updated, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from embforge.training.trainer import Trainer
 
 
 class SharedTrainer(Trainer):
-    """The training of tables that lie in several collections: one set of hyperparameters, which all of them read.
+    """The trainer of tables that are in several collections, which all read the same hyperparameters.
 
-    `parts`: the trainers of the collections that hold rows here, by what a state dict puts before their counters; each
-    counts its own updates.
+    `parts` are the trainers of the collections that hold rows on this rank, by the prefix of their counters in a state
+    dict. Each of them counts its own updates.
     """
 
     numbers: Numbers
@@ -65,7 +65,8 @@ class SharedTrainer(Trainer):
 
 
 class ShardedTraining(HeldShards):
-    """What a backward ends with, and what a step is. Every method is called on all ranks alike."""
+    """The training of a sharded collection: what happens at the end of a backward, and in a step. All ranks must call
+    the same methods in the same order."""
 
     trainer: SharedTrainer
     distributor: Distributor
@@ -74,30 +75,32 @@ class ShardedTraining(HeldShards):
     network: Network
     replicas: Replicas | None
     gradient_factor: Tensor | None
-    """What gradients of rows are multiplied by; None for nothing."""
+    """The factor by which gradients of rows are multiplied; None for 1."""
     _wires: Exchange
     _row_norms: RowNorms | None
     _frozen: frozenset[str]
-    """Tables that are not trained, wherever they lie."""
+    """The tables that are not trained, on any rank."""
     _waiting = 0
-    """Backward passes whose gradients wait: the same on every rank, whatever it holds."""
+    """The number of backward passes whose gradients wait for a step. It is the same on all ranks."""
     _spoilt = False
-    """Whether one of them had gradients that are not finite."""
+    """Whether one of these passes had gradients that are not finite."""
     updates = 0
-    """Updates done."""
+    """The number of updates so far."""
 
     @property
     def sequence_features(self) -> tuple[int, ...]:
-        """Features that are not pooled."""
+        """The features that are not pooled."""
         return tuple(f.index for f in self.geometry.layout.sequence_features)
 
     def step(self) -> None:
-        """One update from all gradients since the last, if they accumulate; nothing if there are none."""
+        """Updates rows by all gradients since the last step if gradients accumulate. Does nothing otherwise, or if
+        there are no gradients."""
         if self.trainer.accumulate:
             self._apply_gradients()
 
     def after_backward(self, spoilt: bool) -> None:
-        """A backward pass is over: its gradients are used, or wait for `step`, or are `spoilt` and must not be."""
+        """Ends a backward pass: updates rows, or, if gradients accumulate, lets them wait for `step`. `spoilt` says
+        that gradients are not finite and must not be used."""
         self._waiting += 1
         self._spoilt |= spoilt
         if not self.trainer.accumulate:
@@ -117,7 +120,7 @@ class ShardedTraining(HeldShards):
         if self.replicas is not None:
             self.replicas.step(self.gradient_factor)
         self.updates += 1
-        increment_version(self.trainer.numbers.counters)  # by it a forward that is repeated knows that rows changed
+        increment_version(self.trainer.numbers.counters)  # so that a recomputed forward notices that rows changed
 
     def drop_gradients(self) -> None:
         """Forgets accumulated gradients."""
@@ -125,24 +128,25 @@ class ShardedTraining(HeldShards):
         super().drop_gradients()
 
     def check_rows(self, updates: int) -> None:
-        """Refuses what needs the rows that a forward read, if they have changed since; on all ranks alike."""
+        """Raises RuntimeError if rows have changed since a forward that had made this number of updates. The same on
+        all ranks."""
         if updates != self.updates:
             raise RuntimeError(ROWS_CHANGED)
 
     def verdict(self, gradients: list[Tensor]) -> Tensor:
-        """0, or infinite if a number on any rank is not finite."""
-        found = torch.zeros(1, dtype=torch.float32, device=self._device)
+        """0, or infinity if a gradient on any rank is not finite."""
+        bad = torch.zeros(1, dtype=torch.float32, device=self._device)
         for gradient in gradients:
-            found = torch.where(gradient.isfinite().all(), found, torch.ones_like(found))
-        self._wires.all_reduce("verdict", found)
-        return torch.where(found > 0, torch.full_like(found, torch.inf), torch.zeros_like(found))
+            bad = torch.where(gradient.isfinite().all(), bad, torch.ones_like(bad))
+        self._wires.all_reduce("verdict", bad)
+        return torch.where(bad > 0, torch.full_like(bad, torch.inf), torch.zeros_like(bad))
 
     def training_rows(self) -> bool:
-        """Whether any table is trained, wherever it lies."""
+        """Whether any table is trained, on any rank."""
         return len(self._frozen) < len(self.spec.tables)
 
     def states_of(self, table: str) -> tuple[State, ...]:
-        """The states of a table's optimizer, as the user gave it."""
+        """The states of the user's optimizer for a table."""
         group = self._group_of(table)
         return () if group is None else group.optimizer.update.rule.states
 

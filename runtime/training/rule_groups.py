@@ -14,7 +14,7 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.plans import training_plans
 from embforge.codegen.rules.rule import HYPER, Update
 from embforge.codegen.spec import CollectionSpec
-from embforge.launch.grouped import Part, grouped_text
+from embforge.launch.grouped import RulePart, grouped_text
 from embforge.launch.kernels import Program
 
 REST = "*"
@@ -132,9 +132,9 @@ class RuleGroups:
     def _plan_name(self, op: str, group: RuleGroup) -> str:
         return op if self._is_one or op not in BY_RULE else f"{op}[{group.name}]"
 
-    def _part(self, group: RuleGroup, program: str) -> Part:
+    def _part(self, group: RuleGroup, program: str) -> RulePart:
         before = sum(len(other.numbers) for other in self.groups[: self.groups.index(group)])
-        return Part(program, group.tables, before, len(group.numbers))
+        return RulePart(program, group.tables, before, len(group.numbers))
 
 
 Optimizers = TableOptimizer | Mapping[Any, TableOptimizer | None] | RuleGroups | None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.layout import CollectionLayout
-from embforge.launch.metadata import check_tables, places_of
+from embforge.launch.metadata import addresses_of, check_tables
 from embforge.storage.static import NO_RULE, NO_TORCH_GRADIENT
 from embforge.storage.table import Table
 from embforge.training.calls import Programs, TableMemory
@@ -81,10 +81,10 @@ class TrainableCollection(TrainingSurface):
         if (
             cached is None
             or cached.memory.trainable != self._trainable(tables)
-            or cached.addresses != places_of(tables)
+            or cached.addresses != addresses_of(tables)
         ):
             check_tables(self.layout, tables)
-            cached = self._cached_memory = CachedTableMemory(places_of(tables), self._new_table_memory(tables))
+            cached = self._cached_memory = CachedTableMemory(addresses_of(tables), self._new_table_memory(tables))
         return cached.memory
 
     def _new_table_memory(self, tables: list[Tensor]) -> TableMemory:

@@ -1,1 +1,1 @@
-"""Moving bytes between ranks: the collectives, their buffers, their formats on the wire, and waiting for them."""
+"""Moves bytes between ranks: the collectives, their buffers, number formats on the wire, and how ranks wait."""

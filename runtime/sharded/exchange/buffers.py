@@ -1,5 +1,5 @@
-"""Memory of big exchanges, used again from call to call: fresh pages cost the host as much as the bytes that fill
-them."""
+"""Memory of large exchanges, which is reused from call to call: for the host, new pages cost as much time as the bytes
+that fill them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from embforge.memory import Results
 
 
 class Buffers:
-    """Uninitialised tensors by what they are for. One that somebody still holds is never given out again."""
+    """Uninitialised tensors, by a name for their use. Memory is reused only when no tensor uses it any more."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype], Results] = {}
+        self._results: dict[tuple[str, torch.dtype], Results] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu":  # torch's own allocator keeps what is freed
+        """An uninitialised tensor for a use."""
+        if device.type != "cpu":  # torch's allocator for GPUs keeps freed memory anyway
             return torch.empty(shape, dtype=dtype, device=device)
-        found = self._kept.get((name, dtype))
-        if found is None:
-            found = self._kept.setdefault((name, dtype), Results(dtype))
+        results = self._results.get((name, dtype))
+        if results is None:
+            results = self._results.setdefault((name, dtype), Results(dtype))
         elements = prod(shape)
-        return found.empty(_rounded(elements))[:elements].view(shape)
+        return results.empty(_rounded(elements))[:elements].view(shape)
 
 
 def on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """Without waiting for what the device does."""
+    """Copies numbers to a device, without waiting for its work."""
     tensor = torch.from_numpy(np.ascontiguousarray(numbers))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _rounded(elements: int) -> int:
-    """Up to the next eighth of a power of two: what travels differs a little from batch to batch, and a block is used
-    again if the next one is as large."""
+    """A number of elements, rounded up to the next eighth of a power of two. The size of an exchange differs a little
+    from batch to batch, and memory is reused only if the next exchange needs the same size."""
     step = 1 << max(0, elements.bit_length() - 4)
     return -(-elements // step) * step

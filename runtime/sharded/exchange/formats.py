@@ -1,4 +1,4 @@
-"""In which number formats vectors travel: chosen apart for results and for gradients."""
+"""The number formats in which vectors are sent between ranks. They are chosen separately for results and gradients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from embforge.codegen.sharding.geometry import Local
 from embforge.number_formats import torch_dtype
 
 PACKED = tuple(name for name, dtype in WIRE.items() if dtype.is_packed)
-"""A byte a number, and of every row of a feature an fp32 scale: its largest magnitude is the format's largest
-number."""
+"""Formats of one byte per number, with an fp32 scale for each row of a feature: the largest magnitude of the row
+becomes the largest number of the format."""
 DTYPES = {name: torch_dtype(dtype.name) for name, dtype in WIRE.items() if not dtype.is_packed}
 
 
 @dataclass(frozen=True)
 class Formats:
-    """`forward`: partial pools and rows; None: the result's own format where every bag is pooled by one rank, and fp32
-    where partial pools are still to be added. `backward`: their gradients; None: fp32."""
+    """The number formats on the wire.
+
+    `forward` is the format of partial pools and rows. None means the format of the results if every bag is pooled by
+    one rank, and fp32 if partial pools of several ranks must be added. `backward` is the format of their gradients;
+    None means fp32.
+    """
 
     forward: WireFormat | None = None
     backward: WireFormat | None = None
@@ -32,17 +36,17 @@ class Formats:
 
 
 def computed_in(wire: str) -> OutputDtype:
-    """What kernels read and write of a format on the wire: packed bytes are fp32 before and after."""
+    """The dtype that kernels read and write for a format on the wire: fp32 for packed formats."""
     return cast(OutputDtype, FP32.name if wire in PACKED else wire)
 
 
 def row_bytes(wire: str, widths: list[int]) -> int:
-    """Of a row that holds runs of columns of these widths, each of one feature."""
+    """The bytes of a row that holds columns of several features, of these widths."""
     return sum(traffic.row_bytes(wire, width) for width in widths)
 
 
 def direct_widths(local: Local | None) -> list[int]:
-    """Of the pooled columns of a rank's own collection that take the direct way, by feature."""
+    """The widths of the pooled features of a rank's own collection whose results are sent directly."""
     if local is None:
         return []
     return [f.width for f in local.layout.features if f.column is not None and f.column < local.direct_width]

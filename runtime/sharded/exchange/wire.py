@@ -1,4 +1,4 @@
-"""Rows of numbers to bytes on the wire, and back."""
+"""Turns rows of numbers into the bytes that are sent, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embforge.sharded.exchange.formats import DTYPES, PACKED, computed_in, row_b
 
 @dataclass(frozen=True)
 class Wire:
-    """A number format on the wire: rows of numbers to bytes and back."""
+    """A number format on the wire: encodes rows of numbers as bytes, and decodes them."""
 
     format: str
     plan: StagePlan
@@ -24,11 +24,11 @@ class Wire:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of numbers before and after."""
+        """The dtype of numbers before they are encoded and after they are decoded."""
         return DTYPES[computed_in(self.format)]
 
     def encode(self, numbers: Tensor, widths: Sequence[int]) -> Tensor:
-        """`[rows, sum(widths)]` of any float dtype to flat bytes."""
+        """Encodes `[rows, sum(widths)]` numbers of any float dtype as flat bytes."""
         if self.format not in PACKED:
             return numbers.to(self.dtype).contiguous().view(-1).view(torch.uint8)
         rows, size = numbers.shape[0], row_bytes(self.format, list(widths))
@@ -37,7 +37,8 @@ class Wire:
         return packed
 
     def decode(self, packed: Tensor, rows: int, widths: Sequence[int]) -> Tensor:
-        """Flat bytes to `[rows, sum(widths)]` of `dtype`; a view where bytes are numbers."""
+        """Decodes flat bytes to `[rows, sum(widths)]` numbers of `dtype`. Returns a view if the bytes are numbers of
+        that dtype already."""
         if self.format not in PACKED:
             return packed.view(self.dtype).view(rows, sum(widths))
         numbers = packed.new_empty((rows, sum(widths)), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The owners' side: lookups in this rank's own rows for the samples of all ranks, and their updates."""
+"""The work of the owners of rows: lookups in the rows of this rank for the samples of all ranks, and their updates."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from embforge.training.pending import Reduced
 from embforge.training.rule_groups import RuleGroups
 
 
-class OwnOptions(TypedDict):
-    """What all collections of a rank are made with."""
+class CollectionOptions(TypedDict):
+    """The arguments that all collections of a rank have in common."""
 
     device: torch.device
     backend: BackendName
@@ -39,8 +39,8 @@ class OwnOptions(TypedDict):
 
 
 class Owner:
-    """One rank's own collection. `forward`, `backward`: dtypes in which its results and their gradients are
-    computed."""
+    """The collection of the rows that this rank holds. `forward` and `backward` are the dtypes of its results and of
+    their gradients."""
 
     def __init__(
         self,
@@ -49,28 +49,28 @@ class Owner:
         backward: OutputDtype,
         optimizer: RuleGroups,
         accumulate: bool,
-        options: OwnOptions,
+        options: CollectionOptions,
     ) -> None:
         self.local = local
         spec = replace(local.spec, output_dtype=forward)
         self.module = EmbeddingCollection(spec, optimizer=optimizer, accumulate=accumulate, **options)
         self._backward_dtype = backward
         self._programs: Programs | None = None
-        self._made_for: tuple[torch.dtype, torch.device, str] | None = None
+        self._programs_key: tuple[torch.dtype, torch.device, str] | None = None
 
     def load(self, ids: torch.dtype, trains: bool) -> None:
-        """Builds and loads the kernels of calls with such ids. Raises what `kernel_of` raises."""
-        found, accumulate = self.programs(ids), self.module.trainer.accumulate
-        behind = (found.reduce, found.step) if accumulate else (found.backward,)
-        needed = (found.train, *behind) if trains else (found.forward,)
+        """Builds and loads the kernels of calls with ids of this dtype. Raises what `kernel_of` raises."""
+        programs, accumulate = self.programs(ids), self.module.trainer.accumulate
+        backward = (programs.reduce, programs.step) if accumulate else (programs.backward,)
+        needed = (programs.train, *backward) if trains else (programs.forward,)
         for program in needed:
             kernel_of(program, needed)
 
     def programs(self, ids: torch.dtype) -> Programs:
-        """The module's own; those behind a backward for gradients as they travel."""
+        """The programs of the module. Those of its backward take gradients in the dtype in which they are received."""
         module = self.module
-        made_for = (ids, module.device, module.backend)
-        if self._made_for != made_for:
+        key = (ids, module.device, module.backend)
+        if self._programs_key != key:
             name = "int32" if ids == torch.int32 else "int64"
             chosen = module.chosen[name]
             spec = replace(self.local.spec, output_dtype=self._backward_dtype)
@@ -79,16 +79,16 @@ class Owner:
                 spec, module.backend, arch_of(module.backend, module.device), name, chosen["forward"].params,
                 chosen["backward"].params,
             )  # fmt: skip
-            behind, own = trainer.programs(plans, module.kernels), module.programs[ids]
+            backward, own = trainer.programs(plans, module.kernels), module.programs[ids]
             self._programs = own._replace(
-                backward=behind.backward, reduce=behind.reduce, weight_gradient=behind.weight_gradient
+                backward=backward.backward, reduce=backward.reduce, weight_gradient=backward.weight_gradient
             )
-            self._made_for = made_for
+            self._programs_key = key
         assert self._programs is not None
         return self._programs
 
     def forward(self, batch: Batch, keep: bool) -> ForwardResults:
-        """Results for the samples of all ranks. `keep`: a backward will come."""
+        """Looks up the samples of all ranks. `keep` says whether the results are kept for a backward."""
         programs = self.programs(batch.values.dtype)
         assert batch.rows_per_feature is not None
         rows = [batch.rows_per_feature[f.index] for f in self.local.layout.sequence_features]
@@ -97,10 +97,10 @@ class Owner:
         return run_forward_kernel(program, self.module.table_memory(), batch, elements)
 
     def update(self, batch: Batch, gradients: Gradients) -> None:
-        """Rows and states at once; or, if gradients accumulate, what `step` will use."""
+        """Updates rows and states, or, if gradients accumulate, keeps the gradients for `step`."""
         trainer, numbers = self.module.trainer, self.module.trainer.numbers
         assert numbers is not None
-        # Also if all tables here are frozen: the step counts, as on ranks that hold others.
+        # Also if all tables of this rank are frozen: the step must be counted, as on ranks that hold other tables.
         storage, programs = self.module.table_memory(), self.programs(batch.values.dtype)
         if trainer.accumulate:
             trainer.take(gradients, run_reduce_kernel(programs.reduce, storage, batch, gradients))
@@ -109,10 +109,10 @@ class Owner:
             run_update_kernel(programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
 
     def weight_gradient(self, batch: Batch, gradients: Gradients) -> Tensor:
-        """Of the weights that came with ids."""
+        """The gradients of the weights that were received with ids."""
         program = self.programs(batch.values.dtype).weight_gradient
         return run_weight_gradient_kernel(program, self.module.table_memory(), batch, gradients)
 
     def merge(self) -> Reduced:
-        """Of each table the rows whose gradients wait for a step, and the sums of these."""
+        """For each table, the rows whose gradients wait for a step, and the sums of these gradients."""
         return self.module.trainer.merge(self.module.programs[torch.int64], self.module.table_memory())

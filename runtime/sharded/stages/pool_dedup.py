@@ -1,15 +1,17 @@
-"""Which pools travel: where ranks ask for them, no empty ones, and equal ones once.
+"""Which pools are sent: if ranks request pools, no empty ones, and equal ones only once.
 
-A rank knows the ids and lengths of its bags, so it knows which of their pools are zeros and which are equal: bags of
-one id without a weight are rows. It tells an owner the samples whose pools it wants, beside the ids; what comes back
-stands in that order, and `pools` says of every sample which it is. Where that saves less than a quarter, all pools
-come, a row a sample. Gradients always travel a row a sample, so that they are added up in the order of samples.
+A rank knows the ids and lengths of its bags, so it knows which of their pools are zeros, and which are equal: the pool
+of a bag with one id and no weight is a row. With the ids, it sends to an owner the samples whose pools it requests. The
+owner sends pools in that order, and `pools` has for every sample the number of its pool. If that saves less than a
+quarter, the owner sends one pool for every sample instead. Gradients always have one row per sample, so that they are
+added up in the order of samples.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -18,163 +20,177 @@ from embforge.codegen.planner.traffic import worth_asking
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.stages import PICK_WORDS, SOURCE_WORDS
 from embforge.sharded.exchange.formats import row_bytes
-from embforge.sharded.stages.stage_metadata import Numbers, Wiring
+from embforge.sharded.stages.stage_metadata import Numbers, StageArrays
 
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 _BLOCK_AT, _ROW_WIDTH, _COLUMN, _ASKED = (SOURCE_WORDS.index(w) for w in ("block_at", "row_width", "column", "asked"))
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What the ranks ask each other for in one batch."""
+class PoolRequests:
+    """The pools that the ranks request from each other for one batch."""
 
-    of_owners: Numbers
-    """`[streams]` pools that this rank asks for."""
+    sent_counts: Numbers
+    """`[streams]`: how many pools of each stream this rank requests."""
     owners: Flags
-    """`[ranks]`: whether this rank asks each owner; else it gets a pool of every bag."""
-    by_sources: Numbers
-    """`[ranks, streams to this rank]` pools that each rank asks this one for."""
+    """`[ranks]`: whether this rank requests pools from each owner. The others send a pool of every bag."""
+    received_counts: Numbers
+    """`[ranks, streams to this rank]`: how many pools of each stream each rank requests from this one."""
     sources: Flags
-    """`[ranks]`: whether each rank asks this one."""
+    """`[ranks]`: whether each rank requests pools from this one."""
 
     @property
-    def outgoing(self) -> tuple[bytes, bytes]:
-        """What this rank asks for, as a key."""
-        return self.of_owners.tobytes(), self.owners.tobytes()
+    def sent_key(self) -> tuple[bytes, bytes]:
+        """The requests of this rank, as a key of a dictionary."""
+        return self.sent_counts.tobytes(), self.owners.tobytes()
 
     @property
-    def incoming(self) -> tuple[bytes, bytes]:
-        """What it is asked for, as a key."""
-        return self.by_sources.tobytes(), self.sources.tobytes()
+    def received_key(self) -> tuple[bytes, bytes]:
+        """The requests to this rank, as a key of a dictionary."""
+        return self.received_counts.tobytes(), self.sources.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """What is known of asked pools once ids have been exchanged."""
+class RequestedPools:
+    """What a rank knows about requested pools after ids have been exchanged."""
 
-    asked: Asked
+    requests: PoolRequests
     pools: Tensor
-    """int32 `[pooled streams, batch]`: which of the pools that its stream asked for a bag gets; -1: it is empty."""
+    """int32 `[pooled streams, batch]`: the number of each bag's pool among those that its stream requests; -1 for an
+    empty bag."""
     words: Tensor
-    """Words that came in, with the lists of samples."""
+    """The words that other ranks sent, which contain the lists of samples whose pools they request."""
     lists_at: Numbers
-    """`[ranks, streams to this rank]`: where each list begins."""
+    """`[ranks, streams to this rank]`: where each list begins in `words`."""
+
+
+class _DirectFeatures(NamedTuple):
+    """The features whose pools owners send directly, by rank and column."""
+
+    rank: Numbers
+    stream: Numbers
+    width: Numbers
 
 
 @dataclass(frozen=True)
-class Askers:
-    """The direct features of all ranks as arrays, and what follows from them for a batch."""
+class PoolRequester:
+    """Decides which pools are requested in a batch, and where they are in the blocks that owners send."""
 
-    wiring: Wiring
+    arrays: StageArrays
 
     @property
     def geometry(self) -> Geometry:
-        return self.wiring.geometry
+        return self.arrays.geometry
 
     @cached_property
-    def _features(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Of each direct feature, by rank and column: its rank, stream and width."""
-        found = [(f.rank, f.stream, f.width) for f in self.geometry.direct_features]
-        rank, stream, width = np.array(found, dtype=np.int64).reshape(-1, 3).T
-        return rank, stream, width
+    def _features(self) -> _DirectFeatures:
+        features = [(f.rank, f.stream, f.width) for f in self.geometry.direct_features]
+        return _DirectFeatures(*np.array(features, dtype=np.int64).reshape(-1, 3).T)
 
     @cached_property
-    def _prices(self) -> tuple[Numbers, Numbers]:
-        """`[ranks, streams]` what a pool of a stream costs if its owner is asked for it: its numbers, and its place in
-        the list; `[ranks]` the numbers of a sample if nobody asks."""
+    def _costs(self) -> tuple[Numbers, Numbers]:
+        """`[ranks, streams]`: the words that a requested pool of a stream costs, which are its numbers and an entry in
+        the list; and `[ranks]`: the numbers that a rank sends per sample if no pools are requested from it."""
         geometry, columns = self.geometry, np.array(self.geometry.direct_columns, dtype=np.int64)
-        prices = np.zeros((geometry.world_size, len(columns)), dtype=np.int64)
-        for rank, asking in enumerate(self.wiring.asking_to):
-            prices[rank, list(asking)] = columns[list(asking)] + 1
-        return prices, (prices - (prices > 0)).sum(1)
+        costs = np.zeros((geometry.world_size, len(columns)), dtype=np.int64)
+        for rank, streams in enumerate(self.arrays.requestable_to):
+            costs[rank, list(streams)] = columns[list(streams)] + 1
+        return costs, (costs - (costs > 0)).sum(1)
 
     @cached_property
     def _own_numbers(self) -> list[int]:
-        """Of the streams to this rank that ask, which they are among all that go to it."""
-        return [self.wiring.stream_numbers[t] for t in self.wiring.asking_to[self.wiring.rank]]
+        """The numbers, among the streams to this rank, of those whose pools can be requested."""
+        return [self.arrays.stream_numbers[t] for t in self.arrays.requestable_to[self.arrays.rank]]
 
-    def asked(self, told: Numbers, host_header: Numbers, samples: Numbers) -> Asked | None:
-        """Of headers that came (`[ranks, asking streams to this rank]` numbers of pools) and of this rank's own. None:
-        nobody asks this rank, which asks nobody."""
-        rank, places = self.wiring.rank, self.wiring.asked_at
-        prices, columns = self._prices
-        of_owners = np.where(places >= 0, host_header[places], 0)
-        owners = worth_asking(prices @ of_owners, samples[rank], columns) & (columns > 0)
-        own_prices = prices[rank, list(self.wiring.asking_to[rank])]
-        sources = worth_asking(told @ own_prices, samples, columns[rank]) & bool(columns[rank])
+    def requests(self, requested: Numbers, own_header: Numbers, samples: Numbers) -> PoolRequests | None:
+        """The requests of a batch, None if no pools are requested from this rank or by it.
+
+        `requested` (`[ranks, streams to this rank whose pools can be requested]`) has the numbers of pools that the
+        ranks could request, from the headers that they sent; `own_header` is the header of this rank.
+        """
+        rank, at = self.arrays.rank, self.arrays.asked_at
+        costs, columns = self._costs
+        sent_counts = np.where(at >= 0, own_header[at], 0)
+        owners = worth_asking(costs @ sent_counts, samples[rank], columns) & (columns > 0)
+        own_costs = costs[rank, list(self.arrays.requestable_to[rank])]
+        sources = worth_asking(requested @ own_costs, samples, columns[rank]) & bool(columns[rank])
         owners[rank] = sources[rank] = False
         if not (owners.any() or sources.any()):
             return None
-        by_sources = np.zeros((len(prices), len(self.geometry.streams_to[rank])), dtype=np.int64)
-        by_sources[:, self._own_numbers] = told
-        return Asked(of_owners, owners, by_sources, sources)
+        received_counts = np.zeros((len(costs), len(self.geometry.streams_to[rank])), dtype=np.int64)
+        received_counts[:, self._own_numbers] = requested
+        return PoolRequests(sent_counts, owners, received_counts, sources)
 
-    def numbers(self, asked: Asked, samples: int) -> Numbers:
-        """Of each rank, the numbers of its pools that come to this rank's samples; its own do not travel."""
+    def received_numbers(self, requests: PoolRequests, samples: int) -> Numbers:
+        """For each rank, how many numbers its pools for this rank's samples have; 0 for this rank itself, which does
+        not send to itself."""
         rank, stream, width = self._features
-        rows = np.where(asked.owners[rank], asked.of_owners[stream], samples)
+        rows = np.where(requests.owners[rank], requests.sent_counts[stream], samples)
         sizes = np.bincount(rank, weights=rows * width, minlength=self.geometry.world_size).astype(np.int64)
-        sizes[self.wiring.rank] = 0
+        sizes[self.arrays.rank] = 0
         return sizes
 
-    def runs(self, asked: Asked, owner: int) -> list[tuple[int, list[int]]]:
-        """Rows and width of each feature of a block that this rank asked an owner for."""
+    def requested_runs(self, requests: PoolRequests, owner: int) -> list[tuple[int, list[int]]]:
+        """The sections of the block that this rank requests from an owner: for each feature, rows and width."""
         rank, stream, width = self._features
-        mine = rank == owner
-        rows, widths = asked.of_owners[stream[mine]].tolist(), width[mine].tolist()
-        return [(count, [wide]) for count, wide in zip(rows, widths, strict=True)]
+        of_owner = rank == owner
+        counts, widths = requests.sent_counts[stream[of_owner]].tolist(), width[of_owner].tolist()
+        return [(count, [columns]) for count, columns in zip(counts, widths, strict=True)]
 
-    def placed(self, asked: Asked, begins: tuple[int, ...], owners: Numbers, sources: Numbers) -> Numbers:
-        """Sources of `network_forward` with their places in blocks; `sources` as `Wiring.pieces` has them, in dense
-        blocks."""
+    def sources_in_batch(
+        self, requests: PoolRequests, begins: tuple[int, ...], owners: Numbers, sources: Numbers
+    ) -> Numbers:
+        """The sources of `network_forward` with their positions in the blocks of this batch. `begins` says where the
+        block of each owner begins; `owners` and `sources` are those of `PieceArrays`, for blocks with all pools."""
         rank, stream, width = self._features
-        placed = sources.copy()
-        placed[:, _BLOCK_AT] = np.array(begins)[owners]
-        inside = owners < self.geometry.world_size  # others are nodes
-        asks = inside & asked.owners[np.where(inside, owners, 0)]
-        if not asks.any():
-            return placed
-        sizes = asked.of_owners[stream] * width
+        result = sources.copy()
+        result[:, _BLOCK_AT] = np.array(begins)[owners]
+        are_ranks = owners < self.geometry.world_size  # others are nodes
+        requested = are_ranks & requests.owners[np.where(are_ranks, owners, 0)]
+        if not requested.any():
+            return result
+        sizes = requests.sent_counts[stream] * width
         before = np.cumsum(sizes) - sizes
-        within = before - before[np.searchsorted(rank, rank)]  # behind the rank's first feature
-        found = self._feature_of(owners[asks], sources[asks, _COLUMN])
-        placed[asks, _BLOCK_AT] += within[found]
-        placed[asks, _ROW_WIDTH] = width[found]
-        placed[asks, _COLUMN] = 0
-        placed[asks, _ASKED] = 1
-        return placed
+        in_block = before - before[np.searchsorted(rank, rank)]  # counted from the first feature of the rank
+        features = self._feature_of(owners[requested], sources[requested, _COLUMN])
+        result[requested, _BLOCK_AT] += in_block[features]
+        result[requested, _ROW_WIDTH] = width[features]
+        result[requested, _COLUMN] = 0
+        result[requested, _ASKED] = 1
+        return result
 
     def _feature_of(self, owners: Numbers, columns: Numbers) -> Numbers:
-        """The direct feature that stands at a column of an owner's results."""
-        keys, most = self._places
-        return np.searchsorted(keys, owners * most + columns)
+        """The direct features that begin at these columns of the owners' results."""
+        keys, columns_per_rank = self._column_keys
+        return np.searchsorted(keys, owners * columns_per_rank + columns)
 
     @cached_property
-    def _places(self) -> tuple[Numbers, int]:
-        """Rank and column of each direct feature as one number, and what a rank counts in it."""
-        known = np.array([(f.rank, f.column) for f in self.geometry.direct_features], dtype=np.int64).reshape(-1, 2)
-        most = int(known[:, 1].max(initial=0)) + 1
-        return known[:, 0] * most + known[:, 1], most
+    def _column_keys(self) -> tuple[Numbers, int]:
+        """The rank and column of each direct feature as one number, and the factor of the rank in it."""
+        columns = np.array([(f.rank, f.column) for f in self.geometry.direct_features], dtype=np.int64).reshape(-1, 2)
+        columns_per_rank = int(columns[:, 1].max(initial=0)) + 1
+        return columns[:, 0] * columns_per_rank + columns[:, 1], columns_per_rank
 
-    def picks(self, wanted: Wanted, samples: tuple[int, ...], format: str) -> tuple[Numbers, list[int]]:
-        """What `gather` copies for the ranks that ask, and how many bytes each of them gets."""
+    def picks(self, requested: RequestedPools, samples: tuple[int, ...], format: str) -> tuple[Numbers, list[int]]:
+        """The picks of stage `gather`, which copies the pools that other ranks request, and the number of bytes for
+        each rank."""
         ranks, streams, widths = self._features
-        mine = ranks == self.wiring.rank
-        numbers = np.array([self.wiring.stream_numbers[t] for t in streams[mine].tolist()], dtype=np.int64)
-        sizes = np.array([row_bytes(format, [width]) for width in widths[mine].tolist()], dtype=np.int64)
-        asking = np.flatnonzero(wanted.asked.sources)
-        counts = wanted.asked.by_sources[asking][:, numbers]
-        moved = counts * sizes
+        own = ranks == self.arrays.rank
+        numbers = np.array([self.arrays.stream_numbers[t] for t in streams[own].tolist()], dtype=np.int64)
+        sizes = np.array([row_bytes(format, [width]) for width in widths[own].tolist()], dtype=np.int64)
+        sources = np.flatnonzero(requested.requests.sources)
+        counts = requested.requests.received_counts[sources][:, numbers]
+        copied = counts * sizes
         firsts = np.cumsum(samples) - samples
-        found = {
-            "row": np.broadcast_to(firsts[asking][:, None], counts.shape),
+        words = {
+            "row": np.broadcast_to(firsts[sources][:, None], counts.shape),
             "byte": np.broadcast_to(np.cumsum(sizes) - sizes, counts.shape),
             "bytes": np.broadcast_to(sizes, counts.shape),
-            "asked_from": wanted.lists_at[asking][:, numbers],
+            "asked_from": requested.lists_at[sources][:, numbers],
             "count": counts,
-            "to": (np.cumsum(moved.reshape(-1)) - moved.reshape(-1)).reshape(counts.shape),
+            "to": (np.cumsum(copied.reshape(-1)) - copied.reshape(-1)).reshape(counts.shape),
         }
-        picks = np.stack([found[word].reshape(-1) for word in PICK_WORDS], axis=1)
-        each = np.zeros(self.geometry.world_size, dtype=np.int64)
-        each[asking] = moved.sum(1)
-        return picks, each.tolist()
+        picks = np.stack([words[word].reshape(-1) for word in PICK_WORDS], axis=1)
+        bytes_of_ranks = np.zeros(self.geometry.world_size, dtype=np.int64)
+        bytes_of_ranks[sources] = copied.sum(1)
+        return picks, bytes_of_ranks.tolist()

@@ -1,4 +1,4 @@
-"""The exchange of ids ahead of time: while a batch computes, the ids of the next one travel."""
+"""Prefetching of ids: while a batch is computed, the ids of the next one are exchanged."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from embforge.sharded.stages.data_distributor import Distributed
 
 
 class IdsOnTheirWay(NamedTuple):
-    """An exchange of ids that has begun, or will before any other."""
+    """An exchange of ids that has begun, or will begin before any other exchange."""
 
     thread: Thread
-    """The one that it runs in."""
+    """The thread that it runs in."""
     arrival: Future[Arrival]
 
 
 class Arrival(NamedTuple):
-    """A batch whose ids were exchanged."""
+    """A batch whose ids have been exchanged."""
 
     batch: Distributed
     on_stream: torch.cuda.Event | None
-    """When a GPU is done with it, on a stream of its own."""
+    """The event at which a GPU has completed the exchange, on the stream of exchanges; None on the CPU."""
 
 
 class Distributes(Protocol):
-    """What batches are given to: a sharded collection."""
+    """The module that looks batches up: a sharded collection."""
 
     ids_on_their_way: IdsOnTheirWay | None
 
     @property
     def join_device(self) -> torch.device:
-        """Where its tables are."""
+        """The device of its tables."""
 
     @property
     def joins(self) -> bool:
-        """Whether it is called inside of torch's Join."""
+        """Whether calls are made within torch's Join."""
 
     @property
     def distribute(self) -> Callable[..., Distributed]:
@@ -47,15 +47,13 @@ class Distributes(Protocol):
 
 
 class PrefetchedBatches:
-    """Iterates over batches: `for item, done in PrefetchedBatches(module, batches): module(done)`.
+    """Iterates over batches: `for item, batch in PrefetchedBatches(module, batches): module(batch)`.
 
-    `arguments` takes an item to what the module is called with: a tuple of positional arguments (the item itself, if
-    it is
-    not given) or anything that is `values` alone. Ids of the next batch are exchanged in a thread, through a group
-    of its
-    own and on a GPU on a stream of its own, while the caller works on this one. Every rank must go through as many
-    batches;
-    an error in a batch is raised where the batch would have come, on all ranks.
+    `arguments` is a function from an item to the arguments with which the module is called: a tuple of positional
+    arguments, a dict of keywords, or anything else as `values` alone. Without it, the item itself is taken as such. Ids
+    of the next batch are exchanged in a thread while the caller works on the present one; the thread has its own
+    process group, and on a GPU its own stream. Every rank must iterate over the same number of batches. An error in a
+    batch is raised on all ranks, in the place of that batch.
     """
 
     def __init__(
@@ -67,51 +65,54 @@ class PrefetchedBatches:
     def __iter__(self) -> Iterator[tuple[Any, Distributed]]:
         if self.module.joins:
             raise ValueError(
-                "PrefetchedBatches inside of Join: ids of a batch would be exchanged before the rank has told that it "
-                "has one; call the module with the batches themselves"
+                "PrefetchedBatches inside of Join: the ids of a batch would be exchanged before this rank has reported "
+                "to the others that it has a batch; call the module with the batches themselves"
             )
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with ThreadPoolExecutor(1, thread_name_prefix="embforge-ids") as pool:
-            waiting: tuple[Any, Future[Arrival]] | None = None
+            previous: tuple[Any, Future[Arrival]] | None = None
             thread = pool.submit(current_thread).result()
             for item in self.batches:
-                coming = (item, pool.submit(self._exchange, item, torch.is_grad_enabled(), stream, self._now()))
-                self.module.ids_on_their_way = IdsOnTheirWay(thread, coming[1])
-                if waiting is not None:
-                    yield waiting[0], self._arrived(waiting[1])
-                waiting = coming
-            if waiting is not None:
-                yield waiting[0], self._arrived(waiting[1])
+                following = (item, pool.submit(self._exchange, item, torch.is_grad_enabled(), stream, self._now()))
+                self.module.ids_on_their_way = IdsOnTheirWay(thread, following[1])
+                if previous is not None:
+                    yield previous[0], self._arrived(previous[1])
+                previous = following
+            if previous is not None:
+                yield previous[0], self._arrived(previous[1])
 
     def _now(self) -> torch.cuda.Event | None:
-        """What the ids' stream must wait for: whoever made the batch on the caller's stream."""
+        """An event for which the stream of exchanges must wait: the caller's stream may still be making the batch."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
     def _exchange(
-        self, item: Any, gradients: bool, stream: torch.cuda.Stream | None, made: torch.cuda.Event | None
+        self, item: Any, gradients: bool, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None
     ) -> Arrival:
         with torch.set_grad_enabled(gradients):
-            if stream is None or made is None:
+            if stream is None or ready is None:
                 return Arrival(self._distribute(item), None)
-            with torch.cuda.stream(stream):  # also what `arguments` copies to the device is in its order
-                stream.wait_event(made)
+            with torch.cuda.stream(stream):  # `arguments` may copy to the device, so it runs on this stream too
+                stream.wait_event(ready)
                 return Arrival(self._distribute(item), stream.record_event())
 
     def _distribute(self, item: Any) -> Distributed:
-        given = item if self.arguments is None else self.arguments(item)
-        if isinstance(given, dict):
-            return self.module.distribute(**given)
-        return self.module.distribute(*(given if isinstance(given, tuple) else (given,)))
+        arguments = item if self.arguments is None else self.arguments(item)
+        if isinstance(arguments, dict):
+            return self.module.distribute(**arguments)
+        return self.module.distribute(*(arguments if isinstance(arguments, tuple) else (arguments,)))
 
-    def _arrived(self, coming: Future[Arrival]) -> Distributed:
-        done, event = coming.result()
+    def _arrived(self, arrival: Future[Arrival]) -> Distributed:
+        """Waits for an exchange. Returns its batch, ready to be read on the current stream."""
+        distributed, event = arrival.result()
         if event is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(event)
-            kept = [done.lengths, done.divisors, done.slots, *done.given[:3]]
-            kept += done.local[:3] if done.local is not None else ()
-            kept += [done.wanted.pools, done.wanted.words] if done.wanted is not None else []
-            for tensor in kept:  # made on the other stream: its memory must not be given away while this one reads it
+            tensors = [distributed.lengths, distributed.divisors, distributed.slots, *distributed.input[:3]]
+            tensors += distributed.local[:3] if distributed.local is not None else ()
+            tensors += (
+                [distributed.requested.pools, distributed.requested.words] if distributed.requested is not None else []
+            )
+            for tensor in tensors:  # made on the other stream: torch must not reuse their memory while this one reads
                 if tensor is not None:
                     tensor.record_stream(current)
-        return done
+        return distributed

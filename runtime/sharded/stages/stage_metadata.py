@@ -1,10 +1,11 @@
-"""What the stage kernels know of a geometry: int64 arrays on the module's device, made once a module and device."""
+"""What the stage kernels know about a geometry: int64 arrays on the module's device, made once per module."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,30 +24,62 @@ from embforge.codegen.stages import (
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 FIXED = len(HEADER_WORDS)
+"""The number of words at the begin of a header that are the same for all ranks."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """Where a feature's ids begin among the rows of its table, and how many it may have, if it is not the whole."""
+    """The rows that a feature looks up, if they are only a part of its table."""
 
     first: int
+    """The row that id 0 means."""
     rows: int
     table: str
-    """What the user calls that part."""
+    """The user's name of this part."""
+
+
+class PieceArrays(NamedTuple):
+    """The pieces of pooled columns, and the sources of their partial pools."""
+
+    pieces: Tensor
+    owners: Numbers
+    """For each source, the rank that sends it, or the number of ranks plus the node, if a node sends it."""
+    sources: Numbers
+    """`[sources, SOURCE_WORDS]`; where the block of the owner begins is 0 here, because it depends on the batch."""
+
+
+class OwnStreams(NamedTuple):
+    """The streams of the features of a rank's own collection."""
+
+    columns: Numbers
+    """`[features]`: the number of each feature's stream among those to this rank."""
+    pooled: Flags
+    """`[features, 1]`: whether the feature is pooled."""
+    weighted: Flags
+    """`[features, 1]`: whether weights are sent with the ids."""
+
+
+class _Bucketings(NamedTuple):
+    bucketings: Tensor
+    shard_streams: Tensor
+    """The streams of the shards of all bucketings."""
+    layers: int
+    """How many rows `slots` has."""
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """A geometry as arrays. `bases`: of features that look up a part of their table."""
+class StageArrays:
+    """A geometry as the arrays that stage kernels read, for one rank and device."""
 
     geometry: Geometry
     rank: int
     device: torch.device
     bases: Sequence[Base] | None = None
-    added_on_the_way: bool = False
-    """Whether the exchange itself adds partial pools, so that one block of sums comes of all ranks."""
-    asks: bool = False
-    """Whether ranks ask for pools, where that pays, instead of getting one of every bag."""
+    """The rows of each feature; None if every feature looks up its whole table."""
+    exchange_adds: bool = False
+    """Whether the exchange itself adds up partial pools, so that a rank receives a single block of sums."""
+    requests_pools: bool = False
+    """Whether ranks request pools, if that pays, instead of receiving one of every bag."""
 
     def base(self, feature: int) -> Base:
         """The rows that a feature looks up."""
@@ -59,6 +92,7 @@ class Wiring:
 
     @cached_property
     def features(self) -> Tensor:
+        """`[features, FEATURE_WORDS]`."""
         rows = []
         spec, layout = self.geometry.spec, self.geometry.layout
         for index, feature in enumerate(spec.features):
@@ -83,18 +117,17 @@ class Wiring:
 
     @cached_property
     def num_bucketings(self) -> int:
-        """Without those that only look for mistakes."""
+        """The number of bucketings, without those that only look for mistakes in ids of replicated tables."""
         return len(self.geometry.bucketings)
 
     @cached_property
     def replicated_features(self) -> tuple[int, ...]:
-        """Features of replicated tables: their ids go nowhere, but a mistake in them is everybody's."""
+        """The features of replicated tables. Their ids are not sent, but a mistake in them is raised on all ranks."""
         by_name = self.geometry.placement.by_name
         return tuple(i for i, f in enumerate(self.geometry.spec.features) if by_name[f.table].replicated)
 
     @cached_property
-    def _bucketings(self) -> tuple[Tensor, Tensor, int]:
-        """The bucketings, the streams of their shards, and how many layers of slots there are."""
+    def _bucketings(self) -> _Bucketings:
         rows: list[list[int]] = []
         shard_streams: list[int] = []
         layers: dict[int, int] = {}
@@ -120,80 +153,86 @@ class Wiring:
             shard_streams.append(len(self.geometry.streams) + number)
         sequences = [b.feature for b in self.geometry.bucketings if self.geometry.streams[b.streams[0]].sequence]
         most = max((layers[feature] for feature in sequences), default=0)
-        return self._tensor(rows, BUCKETING_WORDS), self._tensor([[s] for s in shard_streams], ("stream",)), most
+        streams_of_shards = self._tensor([[stream] for stream in shard_streams], ("stream",))
+        return _Bucketings(self._tensor(rows, BUCKETING_WORDS), streams_of_shards, most)
 
     @property
     def bucketings(self) -> Tensor:
-        return self._bucketings[0]
+        """`[bucketings, BUCKETING_WORDS]`, the bucketings of replicated features at the end."""
+        return self._bucketings.bucketings
 
     @property
     def shard_streams(self) -> Tensor:
-        return self._bucketings[1]
+        """For each shard of each bucketing, the stream that goes to it."""
+        return self._bucketings.shard_streams
 
     @property
     def layers(self) -> int:
-        """Rows of `slots`: the most bucketings that a sequence feature has."""
-        return self._bucketings[2]
+        """The number of rows of `slots`: the most bucketings of a sequence feature."""
+        return self._bucketings.layers
 
     @cached_property
     def length_rows(self) -> list[int]:
-        """Of each stream, its row of `lengths`; -1: a sequence."""
+        """For each stream, its row of `lengths`; -1 for a sequence."""
         pooled = (index for index, stream in enumerate(self.geometry.streams) if not stream.sequence)
         rows = {index: row for row, index in enumerate(pooled)}
         return [rows.get(index, -1) for index in range(len(self.geometry.streams))]
 
     @cached_property
     def num_length_rows(self) -> int:
-        """With those of replicated features, which nobody reads."""
+        """The number of rows of `lengths`, with those of replicated features, which are written but not read."""
         return sum(row >= 0 for row in self.length_rows) + len(self.replicated_features)
 
     @cached_property
     def header_sizes(self) -> list[int]:
-        """Words of the header to each rank."""
+        """The number of words of the header to each rank."""
         return [
-            FIXED + len(streams) + len(asking)
-            for streams, asking in zip(self.geometry.streams_to, self.asking_to, strict=True)
+            FIXED + len(streams) + len(requestable)
+            for streams, requestable in zip(self.geometry.streams_to, self.requestable_to, strict=True)
         ]
 
     @cached_property
-    def asking_to(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the streams to it whose pools are asked for."""
-        return self.geometry.asking_to if self.asks else ((),) * self.geometry.world_size
+    def requestable_to(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the streams to it whose pools can be requested."""
+        return self.geometry.asking_to if self.requests_pools else ((),) * self.geometry.world_size
 
     @cached_property
     def header_begins(self) -> list[int]:
+        """Where the header to each rank begins, and where the last one ends."""
         return [0, *np.cumsum(self.header_sizes).tolist()]
 
     @cached_property
-    def header_places(self) -> Numbers:
-        """`[ranks, FIXED]`: where the words lie that are the same for all."""
+    def header_fixed_at(self) -> Numbers:
+        """`[ranks, FIXED]`: the positions of the words that are the same for all ranks."""
         return np.array(self.header_begins[:-1], dtype=np.int64)[:, None] + np.arange(FIXED)
 
     @cached_property
     def header_fixed(self) -> Tensor:
-        """The same on the device."""
-        return torch.from_numpy(self.header_places).to(self.device)
+        """`header_fixed_at` on the device."""
+        return torch.from_numpy(self.header_fixed_at).to(self.device)
 
     @cached_property
     def header_at(self) -> Numbers:
-        """Of each stream, where the header has its count."""
-        places = np.zeros(len(self.geometry.streams), dtype=np.int64)
+        """For each stream, the position in the header of its number of ids."""
+        at = np.zeros(len(self.geometry.streams), dtype=np.int64)
         for begin, streams in zip(self.header_begins, self.geometry.streams_to, strict=False):
             for number, index in enumerate(streams):
-                places[index] = begin + FIXED + number
-        return places
+                at[index] = begin + FIXED + number
+        return at
 
     @cached_property
     def asked_at(self) -> Numbers:
-        """Of each stream, where the header has the number of pools asked for; -1: none are, as of a rank itself."""
-        places = np.full(len(self.geometry.streams), -1, dtype=np.int64)
-        for rank, (begin, asking) in enumerate(zip(self.header_begins, self.asking_to, strict=False)):
+        """For each stream, the position in the header of its number of requested pools; -1 if its pools cannot be
+        requested, as those of this rank itself."""
+        at = np.full(len(self.geometry.streams), -1, dtype=np.int64)
+        for rank, (begin, streams) in enumerate(zip(self.header_begins, self.requestable_to, strict=False)):
             if rank != self.rank:
-                places[list(asking)] = begin + FIXED + len(self.geometry.streams_to[rank]) + np.arange(len(asking))
-        return places
+                at[list(streams)] = begin + FIXED + len(self.geometry.streams_to[rank]) + np.arange(len(streams))
+        return at
 
     @cached_property
     def streams(self) -> Tensor:
+        """`[streams, STREAM_WORDS]`, those of replicated features at the end."""
         rows = [
             [int(self.header_at[index]), self.length_rows[index], int(stream.weighted), int(self.asked_at[index])]
             for index, stream in enumerate(self.geometry.streams)
@@ -205,56 +244,54 @@ class Wiring:
 
     @property
     def header_words(self) -> int:
-        """Of the whole header, with the counts of replicated features behind it."""
+        """The number of words of all headers, and of the counts of replicated features after them."""
         return self.header_begins[-1] + len(self.replicated_features)
 
     @cached_property
     def sending(self) -> BlockShape:
-        """Blocks to each rank."""
+        """The shape of the blocks of ids to each rank."""
         return BlockShape.of(self.geometry, self.geometry.streams_to)
 
     @cached_property
     def receiving(self) -> BlockShape:
-        """Blocks from each rank: all of the same streams."""
+        """The shape of the blocks of ids from each rank, which all have the same streams."""
         own = self.geometry.streams_to[self.rank]
         return BlockShape.of(self.geometry, (own,) * self.geometry.world_size)
 
     @cached_property
     def sequence_streams(self) -> list[Numbers]:
-        """Of each bucketing of a sequence the streams of its shards."""
-        found = [b.streams for b in self.geometry.bucketings if self.geometry.streams[b.streams[0]].sequence]
-        return [np.array(streams, dtype=np.int64) for streams in found]
+        """For each bucketing of a sequence, the streams of its shards."""
+        sequences = [b for b in self.geometry.bucketings if self.geometry.streams[b.streams[0]].sequence]
+        return [np.array(bucketing.streams, dtype=np.int64) for bucketing in sequences]
 
     @cached_property
     def stream_numbers(self) -> dict[int, int]:
-        """Of each stream that comes here its number among them."""
+        """The number of each stream to this rank among those to this rank."""
         return {stream: number for number, stream in enumerate(self.geometry.streams_to[self.rank])}
 
     @cached_property
-    def own_streams(self) -> tuple[Numbers, Flags, Flags]:
-        """Of each feature of this rank's own collection: its stream among those that come here; whether it is
-        pooled, and
-        weighted, `[features, 1]` each."""
+    def own_streams(self) -> OwnStreams:
+        """The streams of the features of this rank's own collection."""
         local = self.geometry.locals[self.rank]
         features = () if local is None else local.features
         streams = [self.geometry.streams[feature.stream] for feature in features]
         columns = np.array([self.stream_numbers[feature.stream] for feature in features], dtype=np.int64)
         pooled = np.array([not stream.sequence for stream in streams], dtype=bool)[:, None]
-        return columns, pooled, np.array([stream.weighted for stream in streams], dtype=bool)[:, None]
+        weighted = np.array([stream.weighted for stream in streams], dtype=bool)[:, None]
+        return OwnStreams(columns, pooled, weighted)
 
     # ---- What comes back ----------------------------------------------------------------------------------
 
     @cached_property
-    def pieces(self) -> tuple[Tensor, Numbers, Numbers]:
-        """Pieces; of every partial pool its rank (its node's, behind all ranks, if it takes the hierarchical way) and
-        its words but for where its block begins."""
+    def pieces(self) -> PieceArrays:
+        """The pieces of pooled columns, with the partial pools that are combined in a forward."""
         layout, world = self.geometry.layout, self.geometry.world_size
         rows: list[list[int]] = []
         owners: list[int] = []
         sources: list[list[int]] = []
         for piece in self.geometry.pooled_pieces:
-            placed = layout.features[piece.feature]
-            assert placed.column is not None
+            feature = layout.features[piece.feature]
+            assert feature.column is not None
             entries = []
             if piece.hierarchical:
                 local = self.geometry.locals[piece.owners[0]]
@@ -263,35 +300,35 @@ class Wiring:
                 for node in range(self.geometry.placement.nodes):
                     entries.append((world + node, local.hierarchical_width, column, -1))
             else:
-                shown = 1 if self.added_on_the_way else len(piece.owners)
-                owned = zip(piece.owners[:shown], piece.owner_columns[:shown], piece.streams[:shown], strict=True)
-                for rank, column, stream in owned:
+                count = 1 if self.exchange_adds else len(piece.owners)
+                partials = zip(piece.owners[:count], piece.owner_columns[:count], piece.streams[:count], strict=True)
+                for rank, column, stream in partials:
                     local = self.geometry.locals[rank]
                     assert local is not None
                     entries.append((rank, local.direct_width, column, self.length_rows[stream]))
             facts = {
                 "column": piece.column,
                 "width": piece.width,
-                "action": placed.feature.kind.action,
+                "action": feature.feature.kind.action,
                 "divisor_column": layout.divisor_column.get(piece.feature, 0),
                 "first": len(sources),
                 "sources": len(entries),
-                "winner_column": layout.winner_column.get(piece.feature, 0) + piece.column - placed.column,
+                "winner_column": layout.winner_column.get(piece.feature, 0) + piece.column - feature.column,
             }
             rows.append([facts[word] for word in PIECE_WORDS])
             for rank, width, column, length_row in entries:
                 owners.append(rank)
                 sources.append([0, width, column, length_row, 0, 0])
-        shaped = np.array(sources, dtype=np.int64).reshape(-1, len(SOURCE_WORDS))
-        return self._tensor(rows, PIECE_WORDS), np.array(owners, dtype=np.int64), shaped
+        source_words = np.array(sources, dtype=np.int64).reshape(-1, len(SOURCE_WORDS))
+        return PieceArrays(self._tensor(rows, PIECE_WORDS), np.array(owners, dtype=np.int64), source_words)
 
     @cached_property
-    def alike(self) -> bool:
-        """Whether all ranks get the very same gradients: each holds a shard of the rows of all that is pooled, and no
-        feature selects winners, which are on one of them."""
-        everyone = tuple(range(self.geometry.world_size))
-        return not self.added_on_the_way and all(
-            piece.owners == everyone
+    def gradients_are_equal(self) -> bool:
+        """Whether all ranks get the same gradients of partial pools: every rank holds a shard of the rows of each
+        pooled feature, and no feature selects, because then only the shard that won gets a gradient."""
+        all_ranks = tuple(range(self.geometry.world_size))
+        return not self.exchange_adds and all(
+            piece.owners == all_ranks
             and not piece.hierarchical
             and len(set(piece.owner_columns)) == 1
             and not self.geometry.spec.features[piece.feature].kind.selects
@@ -299,16 +336,17 @@ class Wiring:
         )
 
     @cached_property
-    def gradient_pieces(self) -> tuple[Tensor, Numbers, Numbers]:
-        """As `pieces`, for gradients: where all ranks get the same, only this rank's own."""
+    def gradient_pieces(self) -> PieceArrays:
+        """The pieces of pooled columns, with the partial pools whose gradients are computed in a backward: if all ranks
+        get the same gradients, only those of this rank itself."""
         pieces, owners, sources = self.pieces
-        if not self.alike or not len(owners):
+        if not self.gradients_are_equal or not len(owners):
             return self.pieces
         own = pieces.clone()
         own[:, PIECE_WORDS.index("first")] = torch.arange(len(own), dtype=torch.int64, device=self.device)
         own[:, PIECE_WORDS.index("sources")] = 1
-        mine = owners == self.rank
-        return own, owners[mine], sources[mine]
+        from_here = owners == self.rank
+        return PieceArrays(own, owners[from_here], sources[from_here])
 
     @property
     def winner_width(self) -> int:
@@ -320,30 +358,34 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the parts of blocks of ids lie, in words of 4 bytes from the first block's begin, `[ranks, streams]`
-    each."""
+    """The positions of the parts of blocks of ids, `[ranks, streams]` each, in 4-byte words from the begin of the first
+    block."""
 
     ids_at: Numbers
     lengths_at: Numbers
     weights_at: Numbers
     asked_at: Numbers
-    """Of which samples pools are asked for."""
+    """The positions of the lists of samples whose pools are requested."""
     sizes: Numbers
-    """Words of every block."""
+    """`[ranks]`: the number of words of each block."""
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What blocks of ids hold, whatever the batch: one block a rank, of some streams (rows padded with none)."""
+    """What blocks of ids contain, in every batch: there is one block per rank, with some streams."""
 
     index: Numbers
-    """`[ranks, streams]`: the stream, -1: none."""
+    """`[ranks, streams]`: the streams of each block, padded with -1."""
     pooled: Numbers
+    """`[ranks, streams]`: 1 for a pooled stream, otherwise 0."""
     weighted: Numbers
+    """`[ranks, streams]`: 1 for a stream with weights, otherwise 0."""
     id_words: int
+    """The 4-byte words of an id."""
 
     @classmethod
     def of(cls, geometry: Geometry, streams: Sequence[Sequence[int]]) -> BlockShape:
+        """The shape of blocks with these streams, for each rank."""
         most = max(map(len, streams), default=0)
         index = np.full((len(streams), most), -1, dtype=np.int64)
         pooled, weighted = np.zeros_like(index), np.zeros_like(index)
@@ -354,26 +396,26 @@ class BlockShape:
                 weighted[rank, number] = geometry.streams[stream].weighted
         return cls(index, pooled, weighted, 2 if geometry.wide_ids else 1)
 
-    def blocks(self, counts: Numbers, samples: Numbers, asked: Numbers) -> Blocks:
-        """`counts[rank, stream]` ids, `samples[rank]` samples, `asked[rank, stream]` pools: of every block first ids,
-        then lengths, then weights, then samples asked for."""
+    def blocks(self, counts: Numbers, samples: Numbers, requested: Numbers) -> Blocks:
+        """The blocks of a batch with `counts[rank, stream]` ids, `samples[rank]` samples and `requested[rank, stream]`
+        requested pools. A block has first ids, then lengths, then weights, then samples whose pools are requested."""
         id_words, length_words = counts * self.id_words, self.pooled * samples[:, None]
         weight_words = counts * self.weighted
         of_ids, of_lengths = id_words.sum(1, keepdims=True), length_words.sum(1, keepdims=True)
         of_weights = weight_words.sum(1, keepdims=True)
-        sizes = (of_ids + of_lengths + of_weights)[:, 0] + asked.sum(1)
+        sizes = (of_ids + of_lengths + of_weights)[:, 0] + requested.sum(1)
         sizes = -(-sizes // self.id_words) * self.id_words  # wide ids stay aligned
         begins = _before(sizes[None])[0][:, None]
         return Blocks(
             begins + _before(id_words),
             begins + of_ids + _before(length_words),
             begins + of_ids + of_lengths + _before(weight_words),
-            begins + of_ids + of_lengths + of_weights + _before(asked),
+            begins + of_ids + of_lengths + of_weights + _before(requested),
             sizes,
         )
 
 
 def _before(numbers: Numbers) -> Numbers:
-    """Of each row, what stands before each number."""
-    found: Numbers = np.cumsum(numbers, axis=1) - numbers
-    return found
+    """For each number, the sum of those before it in its row."""
+    sums: Numbers = np.cumsum(numbers, axis=1) - numbers
+    return sums

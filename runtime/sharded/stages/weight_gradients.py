@@ -1,4 +1,4 @@
-"""Gradients of per-sample weights: owners have the rows, the ranks of the samples have the weights."""
+"""Gradients of per-sample weights. The owners have the rows for them, the ranks of the samples have the weights."""
 
 from __future__ import annotations
 
@@ -15,123 +15,124 @@ from embforge.sharded.exchange.collectives import Exchange
 from embforge.sharded.stages.data_distributor import Distributed
 from embforge.sharded.stages.model_forward import Owner
 from embforge.sharded.stages.network import Network
-from embforge.sharded.stages.stage_metadata import Wiring
+from embforge.sharded.stages.stage_metadata import StageArrays
 
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """The gradients of the weights of this rank's batch: fp32, one per id."""
+    """Computes the gradients of the weights of this rank's batch: fp32, one per id."""
 
-    wiring: Wiring
+    arrays: StageArrays
     exchange: Exchange
     owner: Owner | None
     network: Network
     factor: Tensor | None
-    """What the gradients of rows are multiplied by."""
+    """The factor by which the gradients of rows are multiplied; None for 1."""
 
     @property
     def geometry(self) -> Geometry:
-        return self.wiring.geometry
+        return self.arrays.geometry
 
-    def of_pools(self, done: Distributed, grad: Tensor, pooled: Tensor, local: Gradients | None) -> Tensor:
-        """Those of pooled features, 0 for others. All ranks must call: owners compute products of rows and gradients.
-
-        `local`: the gradients of the owner's results.
-        """
-        found = torch.zeros(done.given.values.numel(), dtype=torch.float32, device=grad.device)
-        self._add_pooled(done, grad, pooled, self._from_owners(done, local), found)
-        return found
+    def of_pools(self, distributed: Distributed, grad: Tensor, pooled: Tensor, local: Gradients | None) -> Tensor:
+        """The gradients of weights of pooled features, 0 for others. All ranks must call, because owners compute the
+        products of rows and gradients. `local` has the gradients of this rank's own results."""
+        result = torch.zeros(distributed.input.values.numel(), dtype=torch.float32, device=grad.device)
+        self._add_pooled(distributed, grad, pooled, self._from_owners(distributed, local), result)
+        return result
 
     def add_of_rows(
-        self, found: Tensor, done: Distributed, batch: Batch, gradients: Gradients, rows: list[Tensor]
+        self, result: Tensor, distributed: Distributed, batch: Batch, gradients: Gradients, rows: list[Tensor]
     ) -> None:
-        """Adds those of features that are not pooled, whose rows came here: `batch` and `gradients` are the lookup in
-        these."""
+        """Adds the gradients of weights of features that are not pooled to `result`. `rows` are the received rows of
+        these features; `batch` and `gradients` are those of the lookup in them."""
         of_rows = self.network.weight_gradient(batch, gradients, rows)
         first = 0
         for piece, count in zip(self.geometry.sequence_pieces, batch.rows_per_feature or (), strict=True):
-            begin = done.borders[piece.feature]
-            found[begin : begin + count] += of_rows[first : first + count]
+            begin = distributed.borders[piece.feature]
+            result[begin : begin + count] += of_rows[first : first + count]
             first += count
 
-    def _from_owners(self, done: Distributed, local: Gradients | None) -> dict[int, Tensor]:
-        """Of every weighted stream that this rank sent: products of the gradient of a bag and the row of an id."""
-        geometry, rank, world = self.geometry, self.wiring.rank, self.geometry.world_size
-        mine = [s for s in geometry.streams_to[rank] if geometry.streams[s].weighted]
-        out: list[list[Tensor]] = [[] for _ in range(world)]
-        if local is not None and self.owner is not None and mine:
-            assert done.local is not None and done.local.rows_per_feature is not None  # a rank that holds rows gets ids
-            products = self.owner.weight_gradient(done.local, local)
-            if self.factor is not None:  # these are gradients of one rank's numbers, which nobody averages
+    def _from_owners(self, distributed: Distributed, local: Gradients | None) -> dict[int, Tensor]:
+        """For each weighted stream that this rank sent, the products of the bag's gradient and the row of each id."""
+        geometry, rank, world = self.geometry, self.arrays.rank, self.geometry.world_size
+        own_streams = [s for s in geometry.streams_to[rank] if geometry.streams[s].weighted]
+        outgoing: list[list[Tensor]] = [[] for _ in range(world)]
+        if local is not None and self.owner is not None and own_streams:
+            # A rank that holds rows gets ids.
+            assert distributed.local is not None and distributed.local.rows_per_feature is not None
+            products = self.owner.weight_gradient(distributed.local, local)
+            if self.factor is not None:  # gradients of weights belong to one rank, so they are not averaged
                 products = products / self.factor
-            parts = products.split(list(done.local.rows_per_feature))
+            parts = products.split(list(distributed.local.rows_per_feature))
             numbers = {stream: number for number, stream in enumerate(geometry.streams_to[rank])}
-            for stream in mine:
-                counts = done.received[:, numbers[stream]].tolist()
-                # Pieces of columns that share ids: the products of their parts of a row add up.
+            for stream in own_streams:
+                counts = distributed.received[:, numbers[stream]].tolist()
+                # Pieces of columns share the ids of a stream; their products add up to that of the whole row.
                 own = [parts[i] for i, f in enumerate(self.owner.local.features) if f.stream == stream]
                 total = own[0] if len(own) == 1 else torch.stack(own).sum(0)
                 for source, part in enumerate(total.split(counts)):
-                    out[source].append(part)
-        coming = [[s for s in streams if geometry.streams[s].weighted] for streams in geometry.streams_to]
-        flat = [part for parts_of in out for part in parts_of]
+                    outgoing[source].append(part)
+        sent_streams = [[s for s in streams if geometry.streams[s].weighted] for streams in geometry.streams_to]
+        flat = [part for of_rank in outgoing for part in of_rank]
         received = self.exchange.all_to_all(
             "weight_gradients",
-            torch.cat(flat) if flat else torch.empty(0, dtype=torch.float32, device=self.wiring.device),
-            [sum(part.numel() for part in parts_of) for parts_of in out],
-            [int(sum(done.sent[s] for s in streams)) for streams in coming],
+            torch.cat(flat) if flat else torch.empty(0, dtype=torch.float32, device=self.arrays.device),
+            [sum(part.numel() for part in of_rank) for of_rank in outgoing],
+            [int(sum(distributed.sent[s] for s in streams)) for streams in sent_streams],
         )
-        wanted = [s for streams in coming for s in streams]
-        return dict(zip(wanted, received.split([int(done.sent[s]) for s in wanted]), strict=True))
+        in_order = [s for streams in sent_streams for s in streams]
+        return dict(zip(in_order, received.split([int(distributed.sent[s]) for s in in_order]), strict=True))
 
     def _add_pooled(
-        self, done: Distributed, grad: Tensor, pooled: Tensor, products: dict[int, Tensor], found: Tensor
+        self, distributed: Distributed, grad: Tensor, pooled: Tensor, products: dict[int, Tensor], result: Tensor
     ) -> None:
-        geometry, given = self.geometry, done.given
+        """Adds the products of each stream to `result`, at the positions of its ids, and corrects them for divisors."""
+        geometry, batch = self.geometry, distributed.input
         corrected: set[int] = set()
         for bucketing in geometry.bucketings:
             streams = [geometry.streams[s] for s in bucketing.streams]
             if not streams[0].weighted:
                 continue
             feature = bucketing.feature
-            begin, end = done.borders[feature], done.borders[feature + 1]
-            ids = given.values[begin:end].to(torch.int64)
-            rows = int(self.wiring.features[feature, 0])
+            begin, end = distributed.borders[feature], distributed.borders[feature + 1]
+            ids = batch.values[begin:end].to(torch.int64)
+            rows = int(self.arrays.features[feature, 0])
             padding = geometry.spec.features[feature].padding_idx
             present = (ids >= 0) & (ids < rows)
             if padding is not None:
                 present &= ids != padding
             if len(streams) == 1:
-                found[begin:end] += torch.where(present, products[bucketing.streams[0]], 0.0)
+                result[begin:end] += torch.where(present, products[bucketing.streams[0]], 0.0)
             else:
-                keys = ids + int(self.wiring.features[feature, 2])
-                part = streams[0].rows
-                owner = keys % part.shards if part.by == "modulo" else keys // part.capacity
+                keys = ids + int(self.arrays.features[feature, 2])
+                rows_of_shard = streams[0].rows
+                modulo = rows_of_shard.by == "modulo"
+                owner = keys % rows_of_shard.shards if modulo else keys // rows_of_shard.capacity
                 for shard, stream in enumerate(bucketing.streams):
-                    places = ((owner == shard) & present).nonzero()[:, 0]
-                    found[begin:end].index_add_(0, places, products[stream])
+                    positions = ((owner == shard) & present).nonzero()[:, 0]
+                    result[begin:end].index_add_(0, positions, products[stream])
             if feature not in corrected:
                 corrected.add(feature)
-                self._correct(done, grad, pooled, feature, present, found)
+                self._correct(distributed, grad, pooled, feature, present, result)
 
     def _correct(
-        self, done: Distributed, grad: Tensor, pooled: Tensor, feature: int, present: Tensor, found: Tensor
+        self, distributed: Distributed, grad: Tensor, pooled: Tensor, feature: int, present: Tensor, result: Tensor
     ) -> None:
-        """What a weight does to the divisor of its bag."""
-        geometry, given, size = self.geometry, done.given, done.given.batch
-        placed = geometry.layout.features[feature]
+        """Subtracts the part of a weight's gradient that comes through the divisor of its bag."""
+        geometry, batch, size = self.geometry, distributed.input, distributed.input.batch
+        layout = geometry.layout.features[feature]
         column = geometry.layout.divisor_column.get(feature)
         if column is None or not size:
             return
-        assert placed.column is not None  # what divides is pooled
-        divisor = done.divisors[:, column]
-        columns = slice(placed.column, placed.column + placed.width)
+        assert layout.column is not None  # a feature whose pooling divides is pooled
+        divisor = distributed.divisors[:, column]
+        columns = slice(layout.column, layout.column + layout.width)
         product = (grad[:, columns].float() * pooled[:, columns].float()).sum(1)
-        squared = placed.feature.kind.divisor is Divisor.ROOT
+        squared = layout.feature.kind.divisor is Divisor.ROOT
         share = torch.where(divisor != 0, product / (divisor * divisor if squared else divisor), 0.0)
-        lengths = given.offsets[feature * size : (feature + 1) * size + 1].diff()
+        lengths = batch.offsets[feature * size : (feature + 1) * size + 1].diff()
         of_ids = share.repeat_interleave(lengths)
-        begin, end = done.borders[feature], done.borders[feature + 1]
-        if squared and given.weights is not None:
-            of_ids = of_ids * given.weights[begin:end].detach()
-        found[begin:end] -= torch.where(present, of_ids, 0.0)
+        begin, end = distributed.borders[feature], distributed.borders[feature + 1]
+        if squared and batch.weights is not None:
+            of_ids = of_ids * batch.weights[begin:end].detach()
+        result[begin:end] -= torch.where(present, of_ids, 0.0)

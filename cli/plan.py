@@ -199,8 +199,8 @@ def _calibrate(ranks: int | None) -> Topology:
         from embforge.sharded.calibrate import calibrate as measure
     from embforge.codegen.planner.topology import save_calibrated
 
-    with stage_bar() as tell:
-        topology = measure(ranks, tell=tell)
+    with stage_bar() as progress:
+        topology = measure(ranks, progress=progress)
     path = save_calibrated(topology)
     click.echo(f"embforge: measured {topology.ranks_per_node} ranks of this machine; saved in {path}", err=True)
     return topology

@@ -37,7 +37,7 @@ from embforge.codegen.targets.cuda.nvrtc import nvrtc_fingerprint
 from embforge.codegen.tuned.choose import choose
 from embforge.codegen.tuned.record import Gain, Hardware, Key, Record, Traffic
 from embforge.codegen.tuned.shape import shape_of
-from embforge.launch.grouped import Part, grouped_text, parts_of
+from embforge.launch.grouped import RulePart, grouped_text, rule_parts
 from embforge.launch.kernels import Program
 from embforge.operators.exported import ExportedLookup
 from embforge.trace.file_format import read_trace  # noqa: F401
@@ -122,12 +122,12 @@ def plan_of_program(text: str) -> Plan:
 
 def grouped_program_text(plans: Sequence[Plan]) -> str:
     """The text of one update by several rules, each of which trains one table."""
-    return grouped_text([Part(program_text(plan), (place,), 3 * place, 3) for place, plan in enumerate(plans)])
+    return grouped_text([RulePart(program_text(plan), (place,), 3 * place, 3) for place, plan in enumerate(plans)])
 
 
 def parts_of_grouped(text: str) -> list[tuple[str, list[int], int, int]]:
     """The URI, tables and numbers of every part."""
-    parts = parts_of(text)
+    parts = rule_parts(text)
     return [(plan_of_program(p.program).uri, list(p.tables), p.first_number, p.numbers) for p in parts]
 
 

@@ -162,7 +162,7 @@ def test_calibration_measures_real_processes_and_is_used_from_then_on(tiny: str)
     from embforge.sharded.calibrate import calibrate
 
     stages: list[str] = []
-    found = calibrate(2, table_bytes=2**22, repeats=2, tell=lambda stage, done, total: stages.append(stage))
+    found = calibrate(2, table_bytes=2**22, repeats=2, progress=lambda stage, done, total: stages.append(stage))
     assert found.measured and found.ranks_per_node == 2 and "gloo" in found.source
     for number in (found.lookup_bandwidth, found.update_bandwidth, found.node_link.bandwidth, found.node_link.latency):
         assert 0 < number < 1e13

@@ -283,7 +283,7 @@ def test_what_takes_the_place_of_entries_is_looked_at(backend: str) -> None:
     strided = torch.tensor(ROW_OF).repeat_interleave(2)[::2]
     for other in (held[:2], strided, held.int(), torch._neg_view(-held), held.to("meta")):
         table.remap.entries = other  # type: ignore[union-attr]
-        with pytest.raises(ValueError, match=r"stands in its place; its kernel needs a contiguous torch\.int64 tensor"):
+        with pytest.raises(ValueError, match=r"its kernel needs a contiguous torch\.int64 tensor"):
             module(values, offsets)
     table.remap.entries = held.clone()  # type: ignore[union-attr]
     assert torch.equal(module(values, offsets), want)

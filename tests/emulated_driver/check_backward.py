@@ -209,5 +209,8 @@ def test_a_reduction_inside_a_capture_is_refused(reduce: Any) -> None:
         given = placed(batch, here.gradients(batch), device)
         words = here.metadata()
         reduce(words, here.tables, *given, "error")
-        with torch_cuda.Graph(device).capture(), pytest.raises(RuntimeError, match="how many rows have a gradient"):
+        with (
+            torch_cuda.Graph(device).capture(),
+            pytest.raises(RuntimeError, match="the number of rows that have a gradient"),
+        ):
             reduce(words, here.tables, *given, "error")

@@ -193,7 +193,7 @@ def test_a_kernel_that_is_refused_changes_nothing(backward: Any, monkeypatch: py
     here = Training()
     with monkeypatch.context() as patch:
         patch.setattr(backward_call, "backward_launch", forged)
-        with here.unchanged(), pytest.raises(LaunchError, match=rf"_{name} on cuda:0: .*does not take"):
+        with here.unchanged(), pytest.raises(LaunchError, match=rf"_{name} on cuda:0: .*does not accept"):
             here.update(backward, batch_of(Case(17)))
     here.both(backward, batch_of(FEW))
     here.assert_right()

@@ -50,7 +50,7 @@ def test_code_for_an_older_minor_runs(forward: CudaForward) -> None:
 
 @pytest.mark.parametrize("code", [b"nothing that a driver knows", b"\x7fELF" + bytes(100)])
 def test_damaged_code_is_refused(code: bytes) -> None:
-    with pytest.raises(LaunchError, match=r"damaged or of another version; make it .*INVALID_IMAGE"):
+    with pytest.raises(LaunchError, match=r"damaged or of another version; make it again: .*INVALID_IMAGE"):
         given(Case(4)).call(CudaForward(PLAN, code))
 
 
@@ -83,13 +83,13 @@ def test_a_launch_that_the_device_cannot_take(
 ) -> None:
     here = given(Case(4))
     forge(monkeypatch, change)
-    with pytest.raises(LaunchError, match=r"does not take \d+ blocks of \d+ threads with \d+ bytes .*smaller block"):
+    with pytest.raises(LaunchError, match=r"does not accept \d+ blocks of \d+ threads with \d+ bytes .*smaller block"):
         here.call(forward)
 
 
 def test_a_device_without_that_much_shared_memory(forward: CudaForward, monkeypatch: pytest.MonkeyPatch) -> None:
     forge(monkeypatch, {"shared": 300_000})
-    refused = r"cuda:0: the device does not take .* with 300000 bytes .*\(CUDA_ERROR_INVALID_VALUE: from cuKernelSet"
+    refused = r"cuda:0: the device does not accept .* with 300000 bytes .*\(CUDA_ERROR_INVALID_VALUE: from cuKernelSet"
     with pytest.raises(LaunchError, match=refused):
         given(Case(4)).call(forward)
 
@@ -129,7 +129,7 @@ def test_a_launch_after_a_kernel_went_wrong_says_so(forward: CudaForward, monkey
         launch(*words)
 
     monkeypatch.setattr(forward._core, "launch", late)
-    with pytest.raises(LaunchError, match=r"went wrong earlier.*CUDA_LAUNCH_BLOCKING=1.*\(CUDA_ERROR_ILLEGAL_ADDRESS"):
+    with pytest.raises(LaunchError, match=r"failed earlier.*CUDA_LAUNCH_BLOCKING=1.*\(CUDA_ERROR_ILLEGAL_ADDRESS"):
         good.call(forward, "unchecked")
     control.restart()
 

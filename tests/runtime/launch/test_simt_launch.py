@@ -224,7 +224,7 @@ def test_a_missing_sequence_row_is_named_with_its_place(monkeypatch: pytest.Monk
 def test_bad_status_for_a_good_batch_is_the_kernel_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     _, tables, batch, elements, mode = given()
     few = metadata_of([t[:1] for t in tables], "error")  # the kernel gets a smaller number of rows than tables have
-    with pytest.raises(KernelBugError, match="reported BAD_ID for a batch that is well-formed"):
+    with pytest.raises(KernelBugError, match="reported BAD_ID for a batch without mistakes"):
         forward()(few, tables, batch, elements, mode)
 
 

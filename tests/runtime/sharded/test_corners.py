@@ -138,5 +138,5 @@ def test_optimizers_by_table(found: list[dict[str, Any]]) -> None:
 def test_tables_of_one_width_have_one_optimizer(found: list[dict[str, Any]]) -> None:
     size = len(found)
     for said, rows in of(found, corners.fused_tables_with_optimizers):
-        assert "optimizer: tables 'a' and 'b' have one width and dtype" in said
+        assert "optimizer: tables 'a' and 'b' have the same width and dtype" in said
         assert rows == [-0.5 * size, -0.5 * size, -1.0 * size]

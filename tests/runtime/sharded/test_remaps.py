@@ -28,5 +28,5 @@ def test_state_and_mistakes() -> None:
         )
         assert "remap: ranks differ" in found["others"]
         assert ("shape (20,); allowed: (21,)" if rank else "its arguments were refused") in found["refused"]
-        assert "table 't': remap=9 is not allowed here, where tables of one width are one" in found["fused"]
+        assert "table 't': remap=9 is not allowed here, because tables of the same width" in found["fused"]
         assert found["plan"]

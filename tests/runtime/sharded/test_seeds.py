@@ -169,7 +169,7 @@ def test_fused_tables_keep_the_users_names() -> None:
     values, offsets = torch.tensor([4, 6]), torch.tensor([0, 1, 2])
     with pytest.raises(IndexError, match=r"id 7 .* is not a row of table 'u'; allowed: 0 to 6 \(7 rows\)"):
         module(values + 1 - torch.tensor([1, 0]), offsets)
-    with pytest.raises(ValueError, match=r"table 't': a rank holds every n-th row of 't', 'u' together; full\(\)"):
+    with pytest.raises(ValueError, match=r"table 't': a rank holds every n-th row of 't', 'u' together; .*full\(\)"):
         module.weight("t")
     with pytest.raises(ValueError, match="frozen together or not at all"):
         module.freeze("t")

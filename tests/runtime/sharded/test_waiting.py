@@ -94,7 +94,7 @@ def test_helping_threads_leave_the_cpu_to_the_main_one() -> None:
 
 @pytest.mark.usefixtures("many_cpus")
 def test_waiting_sleeps_where_it_cannot_yield(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_give_way", lambda: None)
+    monkeypatch.setattr(waiting, "_yield_cpu", lambda: None)
     work = Work(after=3)
     wait(work, 8, ranks_here=2)
     assert (work.asked, work.waited) == (0, 1)

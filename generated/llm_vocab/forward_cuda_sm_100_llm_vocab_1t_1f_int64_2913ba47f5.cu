@@ -129,7 +129,7 @@ constexpr int64_t FEATURE_COUNT = 1;
 constexpr int64_t BUCKET_COUNT = 1;
 constexpr row_t ABSENT = -1;
 
-enum class Pooling : uint8_t { summed, divided, rooted, selected, concat, sequence };  // what becomes of a bag's rows
+enum Pooling : uint8_t { summed, divided, rooted, selected, concat, sequence };  // what becomes of a bag's rows
 
 struct Feature {
     int index;        // in the spec, and so in offsets

@@ -377,7 +377,7 @@ struct Sum {
 struct Max {
     static constexpr bool selects = true;
     static constexpr float identity = -INFINITY;
-    static INLINE vec_i32 stays(vec running, vec next) { return (running >= next) | (running != running); }
+    static INLINE vec_i32 stays(const vec& running, const vec& next) { return (running >= next) | (running != running); }
 };
 
 template <class Bucket>

@@ -224,7 +224,7 @@ constexpr int FEATURE_COUNT = 23;
 constexpr int DIVISOR_WIDTH = 8, WINNER_WIDTH = 4163;  // columns of divisors, winners
 constexpr int CHUNK_BITS = 6, CHUNK = 1 << CHUNK_BITS;  // summed in order: part of the result's definition, never tuned
 
-enum class Pooling : uint8_t { summed, divided, rooted, selected, concat, sequence };  // what becomes of a bag's rows
+enum Pooling : uint8_t { summed, divided, rooted, selected, concat, sequence };  // what becomes of a bag's rows
 
 struct Feature {
     int table;        // in metadata

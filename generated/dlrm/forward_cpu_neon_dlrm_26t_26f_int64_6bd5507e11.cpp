@@ -304,6 +304,9 @@ INLINE vec combine(vec running, vec next) {
     }
 }
 
+// Where a bag leaves what its backward needs: nowhere, because none follows.
+struct Kept {};
+
 template <class Bucket, int COUNT>
 struct Partial {
     vec sum[COUNT];
@@ -412,7 +415,7 @@ NOINLINE Partial<Bucket, COUNT> sum_units_in_order(Rows<Bucket>& rows, int64_t b
 
 // Divides once and writes. No present id, or a zero denominator: zeros.
 template <class Bucket, int COUNT, int LAST>
-INLINE void finish_bag(const Partial<Bucket, COUNT>& bag, Pooling pooling, out_t* out) {
+INLINE void finish_bag(const Partial<Bucket, COUNT>& bag, Pooling pooling, out_t* out, [[maybe_unused]] Kept kept) {
     const float count = Bucket::weighted ? bag.weight : float(bag.present);
     if (pooling == Pooling::divided || pooling == Pooling::rooted) {
         const float denominator = pooling == Pooling::rooted ? sqrtf(count) : count;
@@ -427,10 +430,10 @@ INLINE void finish_bag(const Partial<Bucket, COUNT>& bag, Pooling pooling, out_t
 // A bag of more than one chunk, from its rows to its result: apart from the loop over short bags, whose sums
 // would otherwise go through memory too.
 template <class Bucket, int COUNT, int LAST>
-NOINLINE void pool_longer_bag(Rows<Bucket>& rows, int64_t begin, int64_t end, int first_element, Pooling pooling, out_t* out) {
+NOINLINE void pool_longer_bag(Rows<Bucket>& rows, int64_t begin, int64_t end, int first_element, Pooling pooling, out_t* out, Kept kept) {
     const auto bag = end - begin <= UNIT ? sum_unit<Bucket, COUNT, LAST>(rows, begin, end, first_element)
                                          : sum_units_in_order<Bucket, COUNT, LAST>(rows, begin, end, first_element);
-    finish_bag<Bucket, COUNT, LAST>(bag, pooling, out);
+    finish_bag<Bucket, COUNT, LAST>(bag, pooling, out, kept);
 }
 
 // Pools the bags [first, last) of a feature; bags are numbered over the whole batch, feature-major.
@@ -443,11 +446,12 @@ void pool_bags(Call& call, const Feature& feature, int64_t first, int64_t last, 
         const int64_t begin = call.offsets[bag], end = call.offsets[bag + 1];
         for_tiles<Bucket::dim>([&](auto count, auto lanes, int first_element) {
             out_t* to = out + first_element;
+            static constexpr Kept kept = {};
             if (UNLIKELY(end - begin > CHUNK)) {
-                pool_longer_bag<Bucket, count, lanes>(rows, begin, end, first_element, feature.pooling, to);
+                pool_longer_bag<Bucket, count, lanes>(rows, begin, end, first_element, feature.pooling, to, kept);
             } else {
                 const auto chunk = sum_chunk<Bucket, count, lanes>(rows, begin, end, first_element);
-                finish_bag<Bucket, count, lanes>(chunk, feature.pooling, to);
+                finish_bag<Bucket, count, lanes>(chunk, feature.pooling, to, kept);
             }
         });
     }
@@ -502,7 +506,8 @@ void merge_units(Call& call, const Feature& feature, int64_t bag_in_feature, int
         for (int64_t unit = 0; unit < units; ++unit) {
             pyramid.push(Records<Bucket>::template get<count>(records + unit * Records<Bucket>::floats, first_element));
         }
-        finish_bag<Bucket, count, lanes>(pyramid.finish(), feature.pooling, out + first_element);
+        static constexpr Kept kept = {};
+        finish_bag<Bucket, count, lanes>(pyramid.finish(), feature.pooling, out + first_element, kept);
     });
 }
 

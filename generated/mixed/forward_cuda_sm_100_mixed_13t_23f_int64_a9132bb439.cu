@@ -824,8 +824,8 @@ struct Batch {
         }
     }
 
-    // Adds rows [from, to) to the running chunk, in order: multiply, then add.
-    __device__ __forceinline__ void add(Bag<B>& bag, int from, int to, Pooling pooling) const {
+    // Adds rows [from, to) to the running chunk, in order: multiply, then add. `left` ids of the bag begin with `from`.
+    __device__ __forceinline__ void add(Bag<B>& bag, int from, int to, Pooling pooling, [[maybe_unused]] int left) const {
         const uint32_t taken = present & ((1u << to) - (1u << from));
         bag.present += __popc(taken);
 #pragma unroll
@@ -1087,8 +1087,10 @@ struct Total {
 };
 
 // The result of a bag: one division, one rounding to the output type.
-template <class B>
-__device__ __forceinline__ void write_bag(out_t* out, Pooling pooling, int vector, Bag<B>& bag, const Total<B>& total) {
+template <class B, class Stage>
+__device__ __forceinline__ void write_bag(const Stage& stage, int index, int vector, Bag<B>& bag, const Total<B>& total) {
+    out_t* const out = stage.out + index * OUTPUT_WIDTH;
+    const Pooling pooling = stage.source.pooling;
     if (total.any) {
 #pragma unroll
         for (int e = 0; e < B::ELEMENTS; ++e) bag.chunk[e] = total.lane[e * THREADS] + bag.chunk[e];
@@ -1173,12 +1175,12 @@ __device__ __forceinline__ void pool_run(const Arguments& a, Stage& stage, int64
 #pragma unroll 1
             while (from < size) {
                 const int to = from + smaller(smaller(left, chunk_left), size - from);
-                batch.add(sum, from, to, stage.source.pooling);
+                batch.add(sum, from, to, stage.source.pooling, left);
                 left -= to - from;
                 chunk_left -= to - from;
                 from = to;
                 if (left == 0) {
-                    if (active) write_bag<B>(stage.out + bag * OUTPUT_WIDTH, stage.source.pooling, vector, sum, total);
+                    if (active) write_bag<B>(stage, bag, vector, sum, total);
                     sum.clear_chunk();
                     sum.present = 0;
                     total.weight = 0.0f;
@@ -1333,7 +1335,7 @@ __device__ __forceinline__ void pool_chunk(LongStage& stage, int group, int lane
         Batch<K> batch;
         batch.load(stage.source.rows + vector * K::VECTOR, stride, stage.row + from + k,
                    stage.weight + (K::WEIGHTED ? from + k : 0), true);
-        batch.add(sum, 0, K::ROWS, stage.source.pooling);
+        batch.add(sum, 0, K::ROWS, stage.source.pooling, CHUNK - k);
     }
 #pragma unroll
     for (int e = 0; e < K::ELEMENTS; ++e) stage.part[e * lanes_at_work + threadIdx.x] = sum.chunk[e];

@@ -1,4 +1,4 @@
-"""Generated text in columns, as a person lines it up: filters of the templates."""
+"""Filters for templates that line up generated text in columns, as a person would."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def aligned_comments(text: str) -> str:
 def aligned_rows(text: str) -> str:
     """The rows of an array of structures, `{1, a},  // comment`, with each field in a column of its own.
 
-    The first line is a comment with the names of the fields, which become the heads of the columns. Numbers end below
-    each other, words begin there.
+    The first line is a comment with the names of the fields, which become the heads of the columns. Numbers are aligned
+    to the right, words to the left.
     """
     head, *rows = text.splitlines()
     indent = " " * (len(head) - len(head.lstrip()))
     parts = [_COMMENT.split(row.strip(), maxsplit=1) for row in rows]
     fields = [code.removeprefix("{").removesuffix("},").split(_SEPARATOR) for code, *_ in parts]
-    # A comment begins with two characters more than a row, which leave the first name that much less room.
+    # The marks that begin a comment are two characters wider
+    # than a row's brace: the first name has that much less room.
     names, *cells = _in_columns([f"  {head.strip().removeprefix('// ')}".split(_SEPARATOR), *fields])
     lines = ["  // ".join([f"{indent}{{{row}}},", *comment]) for row, (_, *comment) in zip(cells, parts, strict=True)]
     return aligned_comments("\n".join([f"{indent}//{names[1:]}", *lines]))

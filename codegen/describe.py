@@ -13,19 +13,19 @@ from embforge.codegen.kernel import KernelPlan
 from embforge.codegen.plan import Plan
 
 TITLES = {
-    "forward": "The embedding lookups of a collection, fused",
-    "forward_train": "The embedding lookups of a collection, fused, which keep what a backward needs",
-    "backward": "The gradients of a collection's rows, reduced and applied",
-    "reduce": "The gradients of a collection's rows, reduced",
-    "weight_gradient": "The gradients of a collection's per-sample weights",
-    "resolve": "The ids of a collection, turned into rows before its lookups",
+    "forward": "All embedding lookups of a collection in one call",
+    "forward_train": "All embedding lookups of a collection in one call, which also writes what a backward needs",
+    "backward": "The backward of a collection: reduces the gradients of rows and updates the rows",
+    "reduce": "The backward of a collection: reduces the gradients of rows",
+    "weight_gradient": "The backward of a collection: the gradients of per-sample weights",
+    "resolve": "Turns the ids of a collection into rows, before its lookups",
     "stages": "The stages between the ranks of a sharded collection",
 }
 """What a library is, by its op."""
 
 
 def head_facts(plan: KernelPlan, notes: Iterable[str]) -> dict[str, Any]:
-    """Everything `shared/header.h.j2` names. `notes` say what the source was made for; they follow an empty line."""
+    """Everything that `shared/header.h.j2` names. `notes` say what the source was made for, after an empty line."""
     return {
         "uri": plan.uri,
         "title": TITLES[plan.op],
@@ -41,12 +41,10 @@ def describe(plan: Plan) -> list[str]:
     lines = [f"Collection {spec.name or '(unnamed)'}: {plan.id_dtype} ids, {spec.output_dtype} output, {plan.arch}."]
     lines.append("Plan: " + ", ".join(f"{k}={json.dumps(v)}" for k, v in asdict(plan.params).items()))
     width = max(len(f.name) for f in spec.features)
-    for placed in layout.features:
-        feature, table = placed.feature, layout.tables[placed.table_index]
+    for f in layout.features:
+        feature, table = f.feature, layout.tables[f.table_index]
         notes = [
-            f"columns {placed.column}..{placed.column + placed.width - 1}"
-            if placed.column is not None
-            else "one row per id",
+            f"columns {f.column}..{f.column + f.width - 1}" if f.column is not None else "one row per id",
             *(["weighted"] if feature.weighted else []),
             *([f"padding {feature.padding_idx}"] if feature.padding_idx is not None else []),
         ]
@@ -77,3 +75,8 @@ def bucket_line(bucket: Bucket) -> str:
     """The sizes and features of a bucket, for a comment above its code."""
     names = ", ".join(f.feature.name for f in bucket.features)
     return f"rows of {bucket.row_bytes} bytes, {bucket.stride_bytes} apart: {names}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: `1 row`, `2 rows`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,6 +1,6 @@
-"""Where bytes lie: rows in table storage and columns in the output. Derived from the spec alone, for all targets.
+"""Where bytes are: rows in table storage and columns in the output. It follows from the spec alone, for all targets.
 
-A layout is live storage: frozen when a module is made, never changed by the tuner.
+A layout describes live storage: it is fixed when a module is made, and the tuner never changes it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 MAX_PADDING_WASTE = 0.125
 ROW_ALIGNMENTS = (16, 8, 4, 2)
 STATE_BYTES = 4
-"""States are fp32."""
+"""The size of a number of a state, which is fp32 in every table."""
 
 Placement = Literal["tail", "section"]
-"""Where a row's state lies: in the padding behind the row, where that has room for a number anyway, or in the table's
-state section, whose rows hold all other states side by side."""
+"""Where a state of a row is stored: in the padding after the row (tail), if that has room for a number, or in the
+table's state section, whose rows hold all other states next to each other."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where one state of a row lies: `offset` bytes behind the start of the table's row (tail) or of the section's."""
+    """Where one state is stored: `offset` bytes after the start of the table's row (tail) or of the section's row."""
 
     name: str
     extent: Extent
@@ -38,14 +38,14 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """How one table's rows lie in memory. Row r starts at byte `r * stride_bytes`."""
+    """How the rows of one table are stored. Row r starts at byte `r * stride_bytes`."""
 
     table: TableSpec
     row_bytes: int
     stride_bytes: int
     states: tuple[StateLayout, ...] = ()
     state_stride_bytes: int = 0
-    """Of the state section; 0: there is none."""
+    """Bytes from row to row of the state section; 0: there is none."""
     rule: str = ""
     """The name of the rule whose states these are."""
 
@@ -68,8 +68,8 @@ class TableLayout:
 class FeatureLayout:
     """Where one feature's result goes.
 
-    A feature owns columns `[column, column + width)` of the `[B, total]` output; one whose result is a sequence owns
-    rows of the flat sequence output instead (`column` is None).
+    A feature owns columns `[column, column + width)` of the `[B, total]` output. A feature whose result is a sequence
+    owns rows of the flat sequence output instead, and its `column` is None.
     """
 
     feature: FeatureSpec
@@ -87,7 +87,7 @@ class CollectionLayout:
     tables: tuple[TableLayout, ...]
     features: tuple[FeatureLayout, ...]
     output_width: int
-    """Columns of the pooled output: the sum of the widths of all features whose results are no sequences."""
+    """Columns of the pooled output: the sum of the widths of all features whose results are not sequences."""
 
     @property
     def sequence_features(self) -> tuple[FeatureLayout, ...]:
@@ -95,7 +95,7 @@ class CollectionLayout:
 
     @cached_property
     def divisor_column(self) -> dict[int, int]:
-        """From the index of every feature that divides to its column of `divisors`."""
+        """The column of `divisors` of every feature that divides, by the feature's index."""
         dividing = (f.index for f in self.features if f.feature.kind.kept == "divisor")
         return {index: column for column, index in enumerate(dividing)}
 
@@ -106,8 +106,8 @@ class CollectionLayout:
 
     @cached_property
     def winner_column(self) -> dict[int, int]:
-        """From the index of every feature that selects to its first column of `winners`; it owns as many as it has
-        dims."""
+        """The first column of `winners` of every feature that selects, by the feature's index. The feature owns as many
+        columns as it has dims."""
         selecting = [f for f in self.features if f.feature.kind.kept == "winner"]
         firsts = accumulate((f.dim for f in selecting), initial=0)
         return {f.index: first for f, first in zip(selecting, firsts, strict=False)}
@@ -118,19 +118,19 @@ class CollectionLayout:
         return sum(self.features[index].dim for index in self.winner_column)
 
     def kept_column(self, index: int) -> int:
-        """Where a feature begins in `divisors` or `winners`, whichever it has columns of; 0: in neither."""
+        """The first column of a feature in `divisors` or `winners`; 0 if it has columns in neither."""
         return self.divisor_column.get(index, self.winner_column.get(index, 0))
 
 
 def layout_of(spec: CollectionSpec, update: Update | None = None) -> CollectionLayout:
-    """The one layout of a spec, with room for the states of an update. States never change where rows lie."""
+    """The one layout of a spec, with room for the states of an update. States never change where rows are stored."""
     return layout_by_table(spec, (update,) * len(spec.tables))
 
 
 def layout_by_table(spec: CollectionSpec, updates: Sequence[Update | None]) -> CollectionLayout:
-    """The layout of a spec whose tables have updates of their own, in the order of the tables.
+    """The layout of a spec whose tables have one update each, in the order of the tables.
 
-    It is that of lookups, so ids of tables with `remap` are rows in it.
+    It is the layout of lookups, for which ids of tables with `remap` have been turned into rows.
     """
     spec = spec.by_rows()
     table_index = {t.name: i for i, t in enumerate(spec.tables)}
@@ -158,7 +158,7 @@ def layout_by_table(spec: CollectionSpec, updates: Sequence[Update | None]) -> C
 
 
 def largest_power_of_two(value: int, limit: int) -> int:
-    """The largest power of two that divides `value` and is at most `limit` (0 is divided by all)."""
+    """The largest power of two that divides `value` and is at most `limit`. Every power divides 0."""
     power = limit
     while value % power:
         power //= 2
@@ -178,20 +178,21 @@ def _stride(row_bytes: int) -> int:
     return row_bytes
 
 
-def _with_states(placed: TableLayout, update: Update | None) -> TableLayout:
-    """States of elements first, so that all are aligned alike; a row's own number in the row's padding if it fits."""
+def _with_states(rows: TableLayout, update: Update | None) -> TableLayout:
+    """The layout of a table's rows, with the states of an update: those of elements first, so that all are aligned
+    alike; a row's own number in the row's padding if it fits."""
     if update is None:
-        return placed
-    tail, section = -(-placed.row_bytes // STATE_BYTES) * STATE_BYTES, 0
-    aligned = placed.stride_bytes % STATE_BYTES == 0
-    found: dict[str, StateLayout] = {}
+        return rows
+    tail, section = -(-rows.row_bytes // STATE_BYTES) * STATE_BYTES, 0
+    aligned = rows.stride_bytes % STATE_BYTES == 0
+    by_name: dict[str, StateLayout] = {}
     for state in sorted(update.rule.states, key=lambda state: state.extent != "element"):
-        if state.extent == "row" and aligned and tail + STATE_BYTES <= placed.stride_bytes:
-            found[state.name] = StateLayout(state.name, state.extent, "tail", tail)
+        if state.extent == "row" and aligned and tail + STATE_BYTES <= rows.stride_bytes:
+            by_name[state.name] = StateLayout(state.name, state.extent, "tail", tail)
             tail += STATE_BYTES
             continue
-        found[state.name] = StateLayout(state.name, state.extent, "section", section)
-        section += _stride(placed.table.embedding_dim * STATE_BYTES) if state.extent == "element" else STATE_BYTES
-    states = tuple(found[state.name] for state in update.rule.states)
+        by_name[state.name] = StateLayout(state.name, state.extent, "section", section)
+        section += _stride(rows.table.embedding_dim * STATE_BYTES) if state.extent == "element" else STATE_BYTES
+    states = tuple(by_name[state.name] for state in update.rule.states)
     stride = _stride(section) if section else 0
-    return replace(placed, states=states, state_stride_bytes=stride, rule=update.rule.name)
+    return replace(rows, states=states, state_stride_bytes=stride, rule=update.rule.name)

@@ -51,7 +51,7 @@ def kernel_record(
 ) -> dict[str, Any]:
     """The record of one kernel. `code` is the source of the plan without names. Figures that do not exist (for sources
     only, or on a CPU) are null."""
-    about = plan.about
+    about = plan.manifest_fields
     return {
         "uri": plan.uri,
         "shape": plan.nameless.uri,

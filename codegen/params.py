@@ -17,8 +17,8 @@ from embforge.codegen.target import target_named
 def tunable(default: Any, choices: tuple[Any, ...], doc: str, covered: tuple[Any, ...] | None = None) -> Any:
     """A dataclass field with its allowed values and its meaning.
 
-    `covered`: the values that stand for all where every pair of choices is to be verified, if the others are the same
-    code with another number.
+    `covered`: the values that are enough to verify, because the others give the same code with another number; by
+    default all values.
     """
     return field(default=default, metadata={"choices": choices, "doc": doc, "covered": covered or choices})
 
@@ -27,7 +27,7 @@ def tunable(default: Any, choices: tuple[Any, ...], doc: str, covered: tuple[Any
 class _Checked:
     """Refuses a value outside the field's choices, naming the field, the value and the choices.
 
-    The type counts: 4096.0 and True are not the whole numbers they equal, and generated code would show it.
+    The type counts, too: 4096.0 and True are not the whole numbers that they equal, and generated code would differ.
     """
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ def _threads() -> Any:
     return tunable(
         0,
         (0, 1, 2, 4, 8, 16, 32, 64),
-        "most threads a call takes; 0: as many as torch has",
+        "most threads that a call uses; 0: as many as torch has",
         covered=(0, 1, 2),
     )
 
@@ -58,7 +58,7 @@ def _grain_bytes() -> Any:
     return tunable(
         65536,
         (16384, 65536, 262144, 1048576),
-        "bags or ids a task, in the bytes that they move: no thread is woken for less",
+        "least work of a task, in bytes that its bags or ids move: no thread is woken for less",
     )
 
 
@@ -69,17 +69,17 @@ class CpuParams(_Checked):
     prefetch_bytes: int = tunable(
         16384, (0, 1024, 4096, 8192, 16384, 32768), "bytes of rows requested ahead of the row being added"
     )
-    prefetch_level: int = tunable(2, (1, 2), "the cache that rows are requested into")
+    prefetch_level: int = tunable(2, (1, 2), "the level of the cache into which rows are requested")
     tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running sum")
     rows_unrolled: int = tunable(
         1,
         (1, 2, 4),
-        "rows of a bag whose loads stand before the first addition; fewer where registers cannot hold them",
+        "rows of a bag that are loaded before the first of them is added; fewer if registers cannot hold them",
     )
     stores: str = tunable(
         "cached",
         ("cached", "streaming"),
-        "how results are written; streaming: past the caches, where the address is aligned and the processor can",
+        "how results are written; streaming: past the caches, if the address is aligned and the processor can",
     )
     grain_bytes: int = _grain_bytes()
     threads: int = _threads()
@@ -89,23 +89,25 @@ class CpuParams(_Checked):
 class CudaParams(_Checked):
     """How the CUDA forward kernel maps bags to lanes and keeps loads in flight."""
 
-    block: int = tunable(256, (128, 256, 512), "threads a block")
+    block: int = tunable(256, (128, 256, 512), "threads per block")
     pipeline: tuple[int, int] = tunable(
         (4, 4),
         ((2, 4), (2, 5), (4, 3), (4, 4), (4, 5), (8, 2), (8, 3)),
-        "(16-byte row loads in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice, "
-        "because without the second the compiler trades the first away",
+        "(16-byte row loads in flight per lane, blocks of 256 threads that a multiprocessor must hold): one choice, "
+        "because without the second number the compiler does not keep the first",
     )
-    vector_bytes: int = tunable(32, (8, 16, 32), "widest row load; 32 acts on sm_100 and later, as 16 before")
-    id_tile: int = tunable(1024, (512, 1024, 2048), "ids a block stages in shared memory at a time")
-    bags_per_block: int = tunable(512, (64, 128, 256, 512, 1024), "most bags a block owns")
+    vector_bytes: int = tunable(32, (8, 16, 32), "bytes of the widest row load; before sm_100, 32 means 16")
+    id_tile: int = tunable(1024, (512, 1024, 2048), "ids that a block stages in shared memory at a time")
+    bags_per_block: int = tunable(512, (64, 128, 256, 512, 1024), "most bags that a block owns")
     interleave: int = tunable(
-        8, (2, 4, 8, 16), "bags a group of lanes streams through: one-hot rows in flight, and balance within a warp"
+        8,
+        (2, 4, 8, 16),
+        "bags that a group of lanes adds up in turn; more of them balance a warp and keep rows of short bags in flight",
     )
     cache_hint: str = tunable(
-        "no_allocate", ("no_allocate", "evict_last", "default"), "what a row load tells the L1 cache"
+        "no_allocate", ("no_allocate", "evict_last", "default"), "the hint to the L1 cache that a row load has"
     )
-    long_bag: int = tunable(1024, (256, 1024, 4096), "ids past which a bag is split over blocks")
+    long_bag: int = tunable(1024, (256, 1024, 4096), "number of ids above which a bag is split over blocks")
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class CpuBackwardParams(_Checked):
     prefetch_bytes: int = tunable(
         8192, (0, 1024, 4096, 8192, 16384, 32768), "bytes of rows and gradients requested ahead of their use"
     )
-    prefetch_level: int = tunable(2, (1, 2), "the cache that they are requested into")
+    prefetch_level: int = tunable(2, (1, 2), "the level of the cache into which rows and gradients are requested")
     tile_vectors: int = tunable(8, (2, 4, 8, 16), "most vector registers that hold a row's running gradient")
     grain_bytes: int = _grain_bytes()
     threads: int = _threads()
@@ -126,15 +128,15 @@ class CpuBackwardParams(_Checked):
 class CudaBackwardParams(_Checked):
     """How the CUDA backward maps runs of equal rows to lanes and keeps loads in flight."""
 
-    block: int = tunable(256, (128, 256, 512), "threads a block")
+    block: int = tunable(256, (128, 256, 512), "threads per block")
     pipeline: tuple[int, int] = tunable(
         (4, 4),
         ((2, 4), (2, 5), (4, 3), (4, 4), (8, 2)),
-        "(16-byte gradient loads in flight a lane, blocks of 256 threads a multiprocessor must hold): one joint choice",
+        "(16-byte gradient loads in flight per lane, blocks of 256 threads that a multiprocessor must hold)",
     )
-    vector_bytes: int = tunable(16, (8, 16), "widest access to a row or a gradient")
+    vector_bytes: int = tunable(16, (8, 16), "bytes of the widest access to a row or a gradient")
     medium_run: int = tunable(
-        32, (16, 32, 64), "occurrences past which a row waits until all rows with fewer have theirs: balance in a warp"
+        32, (16, 32, 64), "number of occurrences above which a row is updated after all others, for balance in a warp"
     )
 
 
@@ -159,7 +161,7 @@ class ParamsTypes:
 
     forward: ForwardType
     backward: BackwardType
-    """Of the kernels of a backward, all of which have the same."""
+    """The class that all kernels of a backward have."""
 
 
 PARAMS: dict[str, ParamsTypes] = {
@@ -168,7 +170,7 @@ PARAMS: dict[str, ParamsTypes] = {
     "simt": ParamsTypes(CudaParams, CudaBackwardParams),
     "reference": ParamsTypes(ReferenceParams, ReferenceParams),
 }
-"""By target."""
+"""The classes of params of each target."""
 
 
 def params_type(target: str, op: str = "forward") -> ForwardType | BackwardType | type[ResolveParams]:

@@ -1,7 +1,7 @@
 """A plan: op x target x layout x launch parameters. It fully determines one generated source file.
 
-Its canonical text rebuilds it in a fresh process; its URI (readable + short hash of that text) names
-directory, symbol and log line.
+Its canonical text rebuilds it in another process. Its URI, a readable name with a short hash of that text, names the
+directory, the symbol and the log line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.target import BACKENDS, target_named
 
 PLAN_SCHEMA = 1
-"""Raised whenever the meaning of a plan's text changes, so that no old binary answers to a new plan."""
+"""This is raised whenever the meaning of a plan's text changes, so that no old binary is taken for a new plan's."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Plan:
     spec: CollectionSpec
     params: Params
     update: Update | None = None
-    """Of a backward: what it does to a row. No other op has one."""
+    """What a backward does to a row. Other ops have none."""
     generated_as: str | None = None
-    """The symbol in the binary, where that was generated for a plan of other names. No part of the text or the URI."""
+    """The symbol in the binary, if that was generated for a plan with other names. It is not in the text or the URI."""
 
     def __post_init__(self) -> None:
         _check("op", self.op, OPS)
@@ -53,7 +53,7 @@ class Plan:
             raise PlanError(f"plan field params={self.params!r} does not fit target {self.target!r}, op {self.op!r}")
         if (self.update is None) == (self.op == "backward"):
             raise PlanError(
-                f"plan field update={self.update!r} does not fit op {self.op!r}; a backward has one, no other"
+                f"plan field update={self.update!r} does not fit op {self.op!r}; only a backward has an update"
             )
 
     @cached_property
@@ -91,41 +91,42 @@ class Plan:
 
     @property
     def symbol(self) -> str:
-        """What the kernel is called in its binary: its URI, or that of the plan whose text an emulating target runs."""
+        """The kernel's name in its binary: the plan's URI, or for an emulating target that of the plan it emulates."""
         if self.generated_as is not None:
             return self.generated_as
         return self.on(target_named(self.target).text_of).uri
 
     @cached_property
     def nameless(self) -> Plan:
-        """The plan without the names in its spec. Plans that are equal without names have the same code, but for
-        comments and the symbol. Lookups do not depend on how ids were turned into rows, nor does that on lookups."""
+        """The plan without the names in its spec. Plans that are equal without names have the same code, apart from
+        comments and the symbol. Plans of lookups do not say how ids are turned into rows, and plans of that step say
+        nothing about lookups, because neither depends on the other."""
         spec = remaps_of(self.spec) if self.op == "resolve" else self.spec.by_rows()
         return replace(self, spec=spec.without_names(), generated_as=None)
 
     @property
-    def about(self) -> Mapping[str, object]:
-        """What a manifest says of it beside what all plans have."""
+    def manifest_fields(self) -> Mapping[str, object]:
+        """What a manifest says about the plan in addition to what all plans have: `collection` and `params`."""
         return {"collection": self.spec.name, "params": asdict(self.params)}
 
     def on(self, target: str) -> Plan:
-        """The same for another target that takes the same params."""
+        """The same plan for another target that takes the same params."""
         return self if target == self.target else replace(self, target=target)
 
     def called(self, symbol: str) -> Plan:
-        """The same where the binary was generated under another symbol."""
+        """The same plan for a binary that was generated under another symbol."""
         return self if symbol == self.symbol else replace(self, generated_as=symbol)
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
-        """The plan that has this canonical text. `PlanError` if it is of another schema or not one at all."""
+        """The plan that has this canonical text. `PlanError` if the text has another schema or is not a plan's."""
         try:
             data: dict[str, Any] = parse_json(text)
             schema = data.pop("schema")
         except (DocumentError, KeyError, TypeError, AttributeError) as error:
             raise _no_plan(text) from error
         if schema != PLAN_SCHEMA:
-            raise PlanError(f"plan text of schema {schema}, this embforge reads {PLAN_SCHEMA}; make the plan anew")
+            raise PlanError(f"plan text of schema {schema}, this embforge reads {PLAN_SCHEMA}; make the plan again")
         try:
             data["spec"] = CollectionSpec.from_dict(data["spec"])
             data["params"] = params_from(data["target"], data["params"], data["op"])

@@ -1,4 +1,4 @@
-"""Which kernels training a collection takes: what a module loads and `embforge gen --train` emits."""
+"""Which kernels the training of a collection needs: those that a module loads and `embforge gen --train` emits."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ RULES: dict[str, Callable[[], Rule]] = {
 OWN_DECAY: dict[str, Callable[..., Rule]] = {"lamb": builtin.lamb, "lars": builtin.lars}
 """Rules whose weight decay is a part of their formula."""
 SPARSE = "none"
-"""As a rule's name: no fused optimizer, gradients are for torch's own."""
+"""The name to write instead of a rule's for no fused optimizer: gradients go to one of torch's own."""
 MODIFIERS = ("l2", "decoupled", "clip", "nearest")
-"""What changes a rule's code beside its name: weight decay of either kind, clipping of a row's gradient, and rows of
-narrow tables rounded to nearest instead of stochastically."""
-
-
+"""What may follow a rule's name and changes its code: weight decay of either kind, clipping of a row's gradient, and
+rows of narrow tables rounded to nearest instead of stochastically."""
 SERVING = ("resolve", "forward")
-"""What a module that does not train runs, of the plans of `training_plans`."""
+"""Those of `training_plans` that a module runs if it does not train."""
 
 
 def keeps_for_backward(spec: CollectionSpec) -> bool:
@@ -56,9 +54,10 @@ def keeps_for_backward(spec: CollectionSpec) -> bool:
 
 
 def rowwise_spec(spec: CollectionSpec) -> CollectionSpec:
-    """The collection in which a batch is rows and their gradients: every table as a feature that is not pooled.
+    """The collection in which a batch is rows and their gradients: each table is looked up by a feature without
+    pooling.
 
-    What has accumulated over several backward passes is such a batch.
+    The gradients that have accumulated over several backward passes are such a batch.
     """
     spec = spec.by_rows()
     features = [FeatureSpec(table.name, table.name, pooling=EACH_ROW) for table in spec.tables]
@@ -75,18 +74,21 @@ def training_plans(
     update: Update | None = None,
     accumulate: bool = False,
 ) -> dict[str, Plan]:
-    """The plans by what they are for.
+    """The plans that the training of a collection needs, by their purpose:
 
-    `forward`, `train` (the forward before a backward, often the same), `weight_gradient` if a feature is weighted; with
-    an update `backward`, without one or if gradients accumulate `reduce`; if they accumulate, `step` and `merge` on the
-    rowwise spec; `resolve`, which runs before all of these, if ids of any table are not its rows.
+    - `forward`, and `train`: the forward before a backward, which is often the same plan
+    - `weight_gradient`, if a feature is weighted
+    - `backward`, if there is an update
+    - `reduce`, if there is none, or if gradients accumulate
+    - `step` and `merge` on the rowwise spec, if gradients accumulate
+    - `resolve`, which runs before all of these, if ids of any table are not its rows
 
-    `PlanError` for a plan that no compiler would take.
+    `PlanError` if no compiler would take one of them.
     """
-    params_behind = backward_params or params_type(target, "backward")()
+    other_params = backward_params or params_type(target, "backward")()
 
     def plan(op: str, spec: CollectionSpec = spec, ids: str = id_dtype) -> Plan:
-        used = params if op.startswith("forward") else params_behind
+        used = params if op.startswith("forward") else other_params
         return Plan(op, target, arch, ids, spec, used, update if op == "backward" else None)
 
     plans = {"forward": plan("forward")}
@@ -102,8 +104,8 @@ def training_plans(
         plans |= {"step": plan("backward", rowwise, "int64"), "merge": plan("reduce", rowwise, "int64")}
     if spec.has_remaps:
         plans["resolve"] = resolve_plan(spec, target, arch, id_dtype)
-    for made in plans.values():
-        check_plan(made)
+    for each in plans.values():
+        check_plan(each)
     return plans
 
 
@@ -113,10 +115,10 @@ def resolve_plan(spec: CollectionSpec, target: str, arch: str, id_dtype: str) ->
 
 
 def update_named(text: str) -> Update | None:
-    """The update that a text names; None for `none`, `RuleError` for what is not known.
+    """The update that a text names; None for `none`. `RuleError` for a name that is not known.
 
-    A rule with modifiers, as `adam` or `sgd+l2+clip`, or a JSON file of an optimizer's `update.to_dict()`, for rules of
-    one's own and for built-in ones with other options.
+    The text is a rule with modifiers, e.g. `adam` or `sgd+l2+clip`, or the path of a JSON file with the
+    `update.to_dict()` of an optimizer, for rules of your own and for built-in rules with other options.
     """
     if text.endswith(".json"):
         return _update_from(Path(text))
@@ -128,8 +130,8 @@ def update_named(text: str) -> Update | None:
         hint = "" if name in RULES else did_you_mean(name, [*RULES, SPARSE])
         raise RuleError(
             f"rule {text!r} is not known{hint}; allowed: {', '.join([*RULES, SPARSE])}, each with any of "
-            f"{', '.join('+' + m for m in MODIFIERS)} (one kind of weight decay), as adam+decoupled; or a JSON file of "
-            "an optimizer's update.to_dict()"
+            f"{', '.join('+' + m for m in MODIFIERS)} (one kind of weight decay), e.g. adam+decoupled; or a JSON file "
+            "of an optimizer's update.to_dict()"
         )
     if "decoupled" in modifiers and name in OWN_DECAY:
         raise RuleError(f"rule {text!r}: {name}'s own formula says where weights decay; use {name}+l2 for weight decay")
@@ -142,7 +144,7 @@ def update_named(text: str) -> Update | None:
 
 
 def name_of(update: Update) -> str | None:
-    """A text that names the update, if a rule's name and modifiers can."""
+    """The rule's name and modifiers that `update_named` turns into this update; None if there are none."""
     for count in range(len(MODIFIERS)):
         for modifiers in combinations(MODIFIERS, count):
             name = update.rule.name
@@ -155,9 +157,10 @@ def name_of(update: Update) -> str | None:
 
 
 def numbers_named(text: str) -> dict[str, float]:
-    """Numbers for the rule that a JSON file may carry beside it, as `"hyper_values": {"beta": 0.9}`."""
-    found = _json_of(Path(text)) if text.endswith(".json") else {}
-    numbers = found.get("hyper_values", {}) if isinstance(found, dict) else {}
+    """The numbers for a rule that its JSON file may have, e.g.
+    `"hyper_values": {"beta": 0.9}`; none for other texts."""
+    document = _json_of(Path(text)) if text.endswith(".json") else {}
+    numbers = document.get("hyper_values", {}) if isinstance(document, dict) else {}
     if not isinstance(numbers, dict) or not all(isinstance(number, int | float) for number in numbers.values()):
         raise RuleError(f"{text}: hyper_values={numbers!r} is not allowed; an object of numbers by name")
     return {name: float(number) for name, number in numbers.items()}

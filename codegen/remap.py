@@ -1,8 +1,8 @@
-"""Tables whose ids are not their rows: what the step before a lookup makes of ids, and how errors name them again.
+"""Tables whose ids are not their rows: what the step before a lookup turns ids into, and the ids that errors name.
 
-The step writes the row of an id, or -1 where the id has none. An id that the table does not know becomes a number that
-no lookup takes for a row, so that the checks of lookups and backwards find it as they find any bad id; `refused_id`
-turns that number into the id again.
+The step writes the row of an id, or -1 if the id has none. An id that the table does not know becomes a number that no
+lookup takes for a row, so that the checks of lookups and backwards find it like any other bad id; `refused_id` turns
+that number back into the id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 
 def remaps_of(spec: CollectionSpec) -> CollectionSpec:
-    """The spec with nothing but what its `resolve` step depends on: specs that are equal so have one kernel for it."""
+    """The spec with nothing but what its `resolve` step depends
+    on. Specs that are equal after this share its kernel."""
     tables = tuple(TableSpec(table.name, 1, 1, remap=None if table.ids_are_rows else 1) for table in spec.tables)
     remapped = {table.name for table in spec.tables if not table.ids_are_rows}
     features = tuple(
@@ -22,12 +23,12 @@ def remaps_of(spec: CollectionSpec) -> CollectionSpec:
 
 
 def refused_id(number: int, table: TableSpec, id_dtype: str) -> int | None:
-    """The id for which a `resolve` step wrote a number that is no row; None: an entry of the remap itself is no row.
+    """The id for which a `resolve` step wrote a number that is not a row; None if an entry of the remap is not a row.
 
     An unknown id that is not negative is written as -1 - id, a negative one as id + half, where half is one more than
-    the largest number. Where that would be a row, because the id is one of the smallest, -2 - (id + half) is written:
-    numbers from -2 down to -num_ids are free. Where they do not suffice, rows + 1 is, and the error names another
-    id. The number of rows itself stands for an entry that is no row.
+    the largest number of the id's format. If that would be a row, because the id is one of the smallest,
+    -2 - (id + half) is written: numbers from -2 down to -num_ids are free. If these are too few, rows + 1 is written,
+    and the error names a different id. The number of rows itself is written for an entry that is not a row.
     """
     half = 2 ** (8 * DTYPES[id_dtype].bytes - 1)
     if number < 0:
@@ -38,22 +39,22 @@ def refused_id(number: int, table: TableSpec, id_dtype: str) -> int | None:
 def bad_id(
     spec: CollectionSpec, feature: int, number: int, sample: int, position: int, id_dtype: str = "int64"
 ) -> IndexError:
-    """The error for an id that is none of its table's. `number` is what a lookup found, see `refused_id`."""
-    named = spec.features[feature]
-    table = spec.table(named.table)
+    """The error for an id that its table does not have. `number` is what the lookup found: see `refused_id`."""
+    name = spec.features[feature].name
+    table = spec.table(spec.features[feature].table)
     where = f"of sample {sample}, position {position}"
     if table.remap is None:
         return IndexError(
-            f"feature {named.name!r}: id {number} {where} is not a row of table {table.name!r}; allowed: 0 to "
+            f"feature {name!r}: id {number} {where} is not a row of table {table.name!r}; allowed: 0 to "
             f"{table.num_embeddings - 1} ({table.num_embeddings} rows)"
         )
-    known = refused_id(number, table, id_dtype)
-    if known is None:
+    unknown = refused_id(number, table, id_dtype)
+    if unknown is None:
         return IndexError(
-            f"feature {named.name!r}: the remap of table {table.name!r} has an entry that is no row for the id {where};"
+            f"feature {name!r}: the remap of table {table.name!r} has an entry that is no row for the id {where};"
             f" allowed: rows 0 to {table.num_embeddings - 1}, or -1 for an id without a row"
         )
     return IndexError(
-        f"feature {named.name!r}: id {known} {where} is not an id of table {table.name!r}; allowed: 0 to "
+        f"feature {name!r}: id {unknown} {where} is not an id of table {table.name!r}; allowed: 0 to "
         f"{table.remap - 1} ({table.remap} ids, which remap turns into rows)"
     )

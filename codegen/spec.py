@@ -34,7 +34,7 @@ MAX_ROWS = 2**40
 MAX_HOTNESS = 2**20
 MAX_ID = 2**63 - 1
 NO_ROW = -1
-"""Stands for the row of an id that has none."""
+"""The row number of an id that has no row."""
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 NAME_RULE = "a letter or _ followed by letters, digits, '_', '-' or '.'"
 SYNONYMS = {
@@ -57,10 +57,10 @@ SYNONYMS = {
     **POOLING_SYNONYMS,
     **DTYPE_SLIPS,
 }
-"""Words for our fields, poolings and formats that other libraries and people use."""
+"""What other libraries and people call our fields, poolings and formats."""
 
 FILE_FIELDS = ("name", "output_dtype", "table", "feature")
-"""What a spec file holds at its top."""
+"""The fields at the top level of a spec file."""
 
 Entry = TypeVar("Entry")
 Count = Annotated[int, BeforeValidator(whole_number)]
@@ -76,17 +76,17 @@ def _spec_dataclass(cls: type[Any]) -> Any:
 
     @wraps(construct)
     def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(allowed, args, strict=False)) | kwargs
-        where = f"{kind} {given['name']!r}" if isinstance(given.get("name"), str) else kind
+        values = dict(zip(allowed, args, strict=False)) | kwargs
+        where = f"{kind} {values['name']!r}" if isinstance(values.get("name"), str) else kind
         for key in kwargs:
             if key not in allowed:
                 raise _unknown_field(where, key, allowed)
             if key in allowed[: len(args)]:
-                raise SpecError(f"{where}: {key} is given twice, by position and by name; give it once")
+                raise SpecError(f"{where}: {key} is passed twice, by position and by name; pass it once")
         if len(args) > len(allowed):
             raise SpecError(f"{where}: {len(args)} positional values; allowed: {', '.join(allowed)}")
         try:
-            construct(self, **given)
+            construct(self, **values)
         except ValidationError as error:
             raise _spec_error(where, error) from None
 
@@ -96,22 +96,22 @@ def _spec_dataclass(cls: type[Any]) -> Any:
 
 @_spec_dataclass
 class TableSpec:
-    """Rows of numbers, which ids name."""
+    """A table: rows of numbers, each of which is found by an id."""
 
     name: str
-    """What the table is called: in features, in errors and in the keys of state dicts."""
+    """The table's name in features, in errors and in the keys of state dicts."""
     num_embeddings: Count
-    """How many rows it has; ids are 0 to one less, unless `remap` says otherwise."""
+    """The number of rows. Ids are 0 to num_embeddings - 1, unless `remap` is set."""
     embedding_dim: Count
-    """How many numbers a row has."""
+    """The number of columns: how many numbers a row has."""
     dtype: Annotated[TableDtype, BeforeValidator(dtype_named)] = "fp32"
-    """The number format in which rows are stored. Sums are fp32 whatever it is."""
+    """The number format in which rows are stored. Sums are always fp32."""
     storage: Storage = "static"
     """How ids find their rows. `static`: the table has all its rows from the start, and an id is a row's number."""
     remap: Count | None = None
-    """For a table whose ids are not its rows: how many ids there are. An int64 array with an entry for each id, which
-    the module is given or loads, says which row the id has; -1: none, so that the id is absent. Several ids may share a
-    row. Without it ids are rows."""
+    """For a table whose ids are not its rows: the number of ids. The module takes or
+    loads an int64 array with one entry per id: the row of the id, or -1 if it has
+    none and is absent. Several ids may share a row. Without `remap`, ids are rows."""
 
     def __post_init__(self) -> None:
         _check_name("table", self.name)
@@ -127,7 +127,7 @@ class TableSpec:
 
     @property
     def num_ids(self) -> int:
-        """How many ids it knows: 0 to one less are allowed."""
+        """How many ids the table knows: ids 0 to num_ids - 1 are allowed."""
         return self.num_embeddings if self.remap is None else self.remap
 
 
@@ -136,28 +136,28 @@ class FeatureSpec:
     """An input column looked up in a table and pooled. Several features may share a table."""
 
     name: str
-    """What the feature is called: in inputs and errors."""
+    """The feature's name in inputs and errors."""
     table: str
-    """The name of the table that its ids are rows of."""
+    """The name of the table in which its ids are looked up."""
     pooling: Annotated[PoolingName, Field(description=MEANINGS)] = "sum"
-    """What becomes of a bag's rows: `codegen/poolings.py` says it of every pooling."""
+    """How the rows of a bag become its result: see `codegen/poolings.py`."""
     weighted: bool = False
     """Whether every id comes with a weight that its row is multiplied by."""
     hotness: Count | None = None
     """For pooling `concat`, which needs it: the most ids that a bag may hold; the result has hotness * embedding_dim
     columns. For any other pooling: the usual number of ids of a bag, from which verify, bench and tune make their
-    batches; no kernel depends on it, and longer bags are as good."""
+    batches; no kernel depends on it, and longer bags are allowed."""
     padding_idx: Count | None = None
-    """The id that stands for no id. If it is a row of the table, pools are made without it, `concat` and `none` look
-    its row up as any other, and this feature never trains that row. Any other whole number, as -1, is an id that is
-    absent: without a part in pools, zeros in `concat` and `none`, and no mistake whatever bounds_check says. So is any
-    padding id of a table with `remap`."""
+    """The id that fills unused places of a bag. If it is a row of the table, pools leave it out, `concat` and `none`
+    look up its row like any other, and this feature never trains that row. Any other whole number, e.g. -1, is an
+    absent id: pools leave it out, `concat` and `none` give zeros, and it is not a mistake, whatever bounds_check says.
+    The padding id of a table with `remap` is always absent."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)
         if self.kind.shape is Shape.CONCAT and self.hotness is None:
             raise SpecError(
-                f"feature {self.name!r}: pooling {self.pooling!r} needs hotness (the most ids a bag may hold), "
+                f"feature {self.name!r}: pooling {self.pooling!r} needs hotness (the most ids that a bag may hold), "
                 f"got hotness=None; give a whole number from 1 to {MAX_HOTNESS}",
                 field="pooling",
             )
@@ -172,12 +172,12 @@ class FeatureSpec:
 
     @property
     def kind(self) -> Pooling:
-        """The facts of its pooling."""
+        """The facts about its pooling."""
         return pooling_named(self.pooling)
 
     @property
     def slots(self) -> int:
-        """The rows that its result has side by side for each bag; 0: its rows are pooled, or stand by themselves."""
+        """How many rows the result of a bag has next to each other (`concat`); 0 for all other poolings."""
         return (self.hotness or 0) if self.kind.shape is Shape.CONCAT else 0
 
 
@@ -190,7 +190,7 @@ class CollectionSpec:
     output_dtype: Annotated[OutputDtype, BeforeValidator(dtype_named)] = "fp32"
     """The number format of all results."""
     name: str | None = None
-    """What the collection is called: in generated files and reports. A spec file without a name takes the file's."""
+    """The collection's name in generated files and reports. A spec file that sets none is called after the file."""
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -202,39 +202,42 @@ class CollectionSpec:
         _check_unique("table", [t.name for t in self.tables])
         _check_unique("feature", [f.name for f in self.features])
         by_name = {t.name: t for t in self.tables}
-        for place, feature in enumerate(self.features):
+        for index, feature in enumerate(self.features):
             table = by_name.get(feature.table)
             if table is None:
                 raise SpecError(
                     f"feature {feature.name!r}: table={feature.table!r} does not exist"
                     f"{did_you_mean(feature.table, by_name)}; allowed: {listed(by_name)}",
-                    entry=("feature", place),
+                    entry=("feature", index),
                     field="table",
                 )
             if feature.padding_idx is not None and abs(feature.padding_idx) > MAX_ID:
                 raise SpecError(
                     f"feature {feature.name!r}: padding_idx={feature.padding_idx} is out of range; allowed: a row of "
-                    f"table {table.name!r}, 0 to {table.num_embeddings - 1}, or an id that is absent, as -1",
-                    entry=("feature", place),
+                    f"table {table.name!r}, 0 to {table.num_embeddings - 1}, or an id that is absent, such as -1",
+                    entry=("feature", index),
                     field="padding_idx",
                 )
         used = {f.table for f in self.features}
-        for place, table in enumerate(self.tables):
+        for index, table in enumerate(self.tables):
             if table.name not in used:
                 raise SpecError(
                     f"table {table.name!r}: no feature looks it up; add a feature with "
                     f"table={table.name!r} or remove the table",
-                    entry=("table", place),
+                    entry=("table", index),
                 )
 
     @property
     def origin(self) -> Path | None:
-        """The file it was read from; beside it lies the project's tuned store. No part of equality or of `to_dict`."""
-        found: Path | None = self.__dict__.get("_origin")
-        return found
+        """The file that the spec was read from: the project's tuned store is in the same folder.
+
+        It does not count in comparisons and is not in `to_dict`.
+        """
+        path: Path | None = self.__dict__.get("_origin")
+        return path
 
     def table(self, name: str) -> TableSpec:
-        """The table of that name; `SpecError` naming the known ones otherwise."""
+        """The table of that name. If there is none, `SpecError` names the known ones."""
         for candidate in self.tables:
             if candidate.name == name:
                 return candidate
@@ -242,13 +245,12 @@ class CollectionSpec:
         raise SpecError(f"table {name!r} does not exist{did_you_mean(name, names)}; known: {listed(names)}")
 
     def without_names(self) -> CollectionSpec:
-        """The spec as kernels see it: tables and features are numbered, and bags that are not laid side by side may
-        hold any number of ids."""
-        numbers = {table.name: f"t{place}" for place, table in enumerate(self.tables)}
+        """The spec as kernels see it: tables and features are numbered, and only `concat` features have a hotness."""
+        numbers = {table.name: f"t{index}" for index, table in enumerate(self.tables)}
         features = []
-        for place, feature in enumerate(self.features):
+        for index, feature in enumerate(self.features):
             hotness = feature.slots or None
-            features.append(replace(feature, name=f"f{place}", table=numbers[feature.table], hotness=hotness))
+            features.append(replace(feature, name=f"f{index}", table=numbers[feature.table], hotness=hotness))
         tables = tuple(replace(table, name=numbers[table.name]) for table in self.tables)
         return CollectionSpec(tables, tuple(features), self.output_dtype)
 
@@ -263,10 +265,8 @@ class CollectionSpec:
         return 8 * sum(table.num_ids for table in self.tables if not table.ids_are_rows)
 
     def by_rows(self) -> CollectionSpec:
-        """The spec as lookups see it, once ids have been turned into rows: without remaps, -1 for ids without a row.
-
-        The spec itself where ids are rows.
-        """
+        """The spec as lookups see it after ids have been turned into rows: without remaps, with -1 for ids that have no
+        row. It is the spec itself if the ids of all tables are rows."""
         if not self.has_remaps:
             return self
         remapped = {table.name for table in self.tables if not table.ids_are_rows}
@@ -277,15 +277,15 @@ class CollectionSpec:
         return made
 
     def padding_row(self, feature: FeatureSpec) -> int | None:
-        """The row that is the feature's padding; None if there is none, or if its padding id is no row."""
+        """The row of the feature's padding id; None if it has no padding id, or one that is not a row."""
         table = self.table(feature.table)
         padding, rows = feature.padding_idx, table.num_embeddings
         return padding if table.ids_are_rows and padding is not None and 0 <= padding < rows else None
 
     def absent_id(self, feature: FeatureSpec) -> int | None:
-        """What lookups find in the place of an id that is absent and no mistake; None if there is none.
+        """The id that lookups take as absent without reporting a mistake; None if there is no such id.
 
-        The feature's padding id where that is no row of its table; -1 where ids have been turned into rows.
+        It is the feature's padding id if that is not a row of its table; -1 if ids have been turned into rows.
         """
         if not self.table(feature.table).ids_are_rows:
             return NO_ROW
@@ -293,7 +293,7 @@ class CollectionSpec:
 
     @property
     def has_absent_ids(self) -> bool:
-        """Whether lookups of any feature may find an id that is absent and no mistake."""
+        """Whether lookups of any feature take an id as absent without reporting a mistake."""
         return any(self.absent_id(feature) is not None for feature in self.features)
 
     def to_dict(self) -> dict[str, Any]:
@@ -318,13 +318,14 @@ class CollectionSpec:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> CollectionSpec:
-        """Reads a spec file. `SpecError` names the file and the line; a spec without a name takes the file's."""
+        """Reads a spec file. `SpecError` names the file and the
+        line. A spec without a name is called after the file."""
         path = Path(path)
         try:
             text = text_of(read_file(path))
             data = parse_toml(text)
         except FileNotFoundError:
-            raise SpecError(f"{path}: no such spec file; see examples/specs/ for some") from None
+            raise SpecError(f"{path}: no such spec file; examples/specs/ has examples") from None
         except DocumentError as error:
             place = "" if error.line is None else f":{error.line}"
             raise SpecError(f"{path}{place}: cannot be read: {error}") from error
@@ -365,11 +366,11 @@ def _check_range(kind: str, name: str, field: str, value: int, low: int, high: i
 
 def _check_unique(kind: str, names: list[str]) -> None:
     seen: set[str] = set()
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if name in seen:
             raise SpecError(
                 f"{kind} {name!r}: name={name!r} is used twice; every {kind} needs its own name",
-                entry=(kind, place),
+                entry=(kind, index),
                 field="name",
             )
         seen.add(name)
@@ -380,11 +381,11 @@ def _entries(data: dict[str, Any], kind: str, make: Callable[..., Entry]) -> tup
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise SpecError(f"collection: {kind} must be a list of [[{kind}]] entries, got {shown(entries)}", field=kind)
     made = []
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         try:
             made.append(make(**entry))
         except SpecError as error:
-            raise SpecError(str(error), entry=(kind, place), field=error.field) from None
+            raise SpecError(str(error), entry=(kind, index), field=error.field) from None
     return tuple(made)
 
 
@@ -395,7 +396,7 @@ def _unknown_field(where: str, key: str, allowed: Iterable[str]) -> SpecError:
 
 
 def _spec_error(where: str, error: ValidationError) -> SpecError:
-    """pydantic's first complaint as one plain sentence."""
+    """The first of pydantic's errors as one plain sentence."""
     first: Any = error.errors()[0]
     if first["type"] == "value_error":  # one of our own rules, already a whole sentence
         own: SpecError = first["ctx"]["error"]

@@ -1,6 +1,6 @@
-"""How each target's kernels are made: a table of sources and a compiler, source -> bytes. One file a target.
+"""How each target's kernels are made: a table of sources, and a compiler that turns a source into bytes.
 
-What a target is, apart from that, is in `codegen/target.py`.
+There is one folder per target. Other facts about targets are in `codegen/target.py`.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from embforge.codegen.target import target_named
 P = TypeVar("P", Plan, StagePlan)
 
 
-def _takes_all(plan: KernelPlan) -> None:
-    """Of plans of this kind a compiler takes every one."""
+def _accept(plan: KernelPlan) -> None:
+    """The check for plans of which a compiler takes every one."""
 
 
 @dataclass(frozen=True)
 class Source(Generic[P]):
-    """How an op's source is made: a template, and what it says of a plan."""
+    """How the source of an op is made: a template, and the facts about a plan that it prints."""
 
     template: str
-    kind: type[P]
-    """The plans that the op has."""
-    says: Callable[[P], dict[str, Any]]
-    """Everything the template names, decided in Python."""
-    checks: Callable[[P], object] = _takes_all
+    plan_type: type[P]
+    """The type of the op's plans."""
+    decide: Callable[[P], dict[str, Any]]
+    """Makes everything that the template names."""
+    checks: Callable[[P], object] = _accept
     """Raises `PlanError` for a plan whose kernels no compiler would take, before anything is rendered."""
 
     def facts(self, plan: KernelPlan) -> dict[str, Any]:
-        """Everything the template names of the plan. `PlanError` for a plan that cannot work."""
-        return self.says(self._own(plan))
+        """Everything that the template names, for a plan. `PlanError` for a plan that cannot work."""
+        return self.decide(self._own(plan))
 
     def check(self, plan: KernelPlan) -> None:
         """`PlanError` for a plan whose kernels no compiler would take."""
         self.checks(self._own(plan))
 
     def of_twin(self, target: str) -> Source[P]:
-        """The source of a target that runs another one's text."""
-        says = self.says
-        return replace(self, says=lambda plan: says(plan.on(target)))
+        """The source for a target that runs the text of `target`."""
+        decide = self.decide
+        return replace(self, decide=lambda plan: decide(plan.on(target)))
 
     def _own(self, plan: KernelPlan) -> P:
-        if not isinstance(plan, self.kind):
-            raise PlanError(f"{plan.uri} is no {self.kind.__name__}, which op {plan.op!r} has")
+        if not isinstance(plan, self.plan_type):
+            raise PlanError(f"{plan.uri} is not a {self.plan_type.__name__}, as plans of op {plan.op!r} are")
         return plan
 
 
 Sources = Mapping[str, Source[Plan] | Source[StagePlan]]
-"""By op."""
+"""The source of each op."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class Toolchain:
 
     sources: Sources
     compile: Callable[[KernelPlan, Path], bytes]
-    """The binary of the plan's rendered source file. `CompileError` shows the log beside numbered lines."""
+    """The binary of the plan's rendered source file. `CompileError` shows the compiler's log and numbered lines."""
     fingerprint: Callable[[KernelPlan], dict[str, str]]
-    """Labelled facts beside the source that decide the binary: compiler version, resolved flags."""
+    """Labelled facts that decide the binary in addition to the source: compiler version, resolved flags."""
     resources: Callable[[KernelPlan, bytes], list[dict[str, Any]]]
-    """Per kernel symbol in the binary: registers, spill_bytes, shared_bytes, occupancy, ... (empty for cpu)."""
+    """For each kernel symbol in the binary: registers, spill_bytes, shared_bytes, occupancy, ... (none for cpu)."""
 
 
 def toolchain_of(target: str) -> Toolchain:
-    """The target's toolchain, imported on first use so that no target pays for another's.
+    """The target's toolchain. It is imported on first use, so that using one target does not import the others.
 
     `PlanError` for a target that is not known; `ToolchainError` for the reference, which generates nothing.
     """
@@ -107,4 +107,4 @@ def _simt() -> Toolchain:
 
 
 TOOLCHAINS: dict[str, Callable[[], Toolchain]] = {"cpu": _cpu, "cuda": _cuda, "simt": _simt}
-"""By target."""
+"""What imports the toolchain of each target."""

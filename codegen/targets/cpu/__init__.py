@@ -1,1 +1,1 @@
-"""C++ for the host: what the sources of each op say, and the machine's own compiler."""
+"""C++ for the host: the facts of each op's source, and the machine's own compiler."""

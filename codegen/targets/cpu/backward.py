@@ -1,4 +1,4 @@
-"""What the sources of a CPU backward say: gradients of rows, reduced and applied."""
+"""The facts of the sources of a CPU backward, which reduces gradients of rows and updates the rows."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from embforge.codegen.poolings import RESULTS, Shape
 from embforge.codegen.rules.emit import rule_facts
 from embforge.codegen.semantics import CHUNK, PHILOX_ROUNDS, ROW_LANES
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.cpu.geometry import lies_in_cache, touched_bytes
+from embforge.codegen.targets.cpu.geometry import fits_in_cache, touched_bytes
 from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How the gradients of a table's ids are found: tables of the same kind, dim and dtype share code."""
+    """How the gradients of a table's ids are found. Tables of the same kind, dim and dtype share code."""
 
     sources: tuple[str, ...]
-    """Where they lie: in `grad_pooled`, in `grad_sequence`, or divided beforehand ("scaled")."""
+    """Where the gradients are: in `grad_pooled` ("pooled"), in
+    `grad_sequence` ("sequence"), or divided beforehand ("scaled")."""
     any_weighted: bool = False
     any_selected: bool = False
 
     @property
     def direct(self) -> bool:
-        """An address says it all: one source, no weights, no selection."""
+        """Whether an address is enough to find a gradient: there is one source, no weights and no selection."""
         return len(self.sources) == 1 and not self.any_weighted and not self.any_selected
 
     @property
@@ -39,22 +40,22 @@ class Kind:
 
 
 def reduce_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/backward/backward.cpp.j2` names, for a reduction."""
+    """Everything that `cpu/backward/backward.cpp.j2` names, for a reduction."""
     layout = plan.layout
     by_table = [[f for f in layout.features if f.table_index == index] for index in range(len(layout.tables))]
-    kinds = [_kind_of(using) for using in by_table]
+    kinds = [_kind_of(users) for users in by_table]
     labels = [f"d{t.table.embedding_dim}_{t.table.dtype}_{k.label}" for t, k in zip(layout.tables, kinds, strict=True)]
     tables, first = [], 0
-    for placed, kind, label, using in zip(layout.tables, kinds, labels, by_table, strict=True):
-        tables.append(_table_facts(plan, placed, kind, label) | {"first_feature": first})
-        first += len(using)
+    for table, kind, label, users in zip(layout.tables, kinds, labels, by_table, strict=True):
+        tables.append(_table_facts(plan, table, kind, label) | {"first_feature": first})
+        first += len(users)
         tables[-1]["last_feature"] = first
     features = _features(plan.spec, layout)
     return {
         **_shared(plan),
         "entries": [f"{plan.symbol}_count", plan.symbol],
         "tables": tables,
-        "table_features": [f.index for using in by_table for f in using],
+        "table_features": [f.index for users in by_table for f in users],
         "buckets": _buckets(plan, kinds, labels),
         "features": features,
         "poolings": {f["pooling"] for f in features},
@@ -66,7 +67,7 @@ def reduce_facts(plan: Plan) -> dict[str, Any]:
 
 
 def backward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/backward/backward.cpp.j2` names, for a reduction that an update follows."""
+    """Everything that `cpu/backward/backward.cpp.j2` names, for a reduction with an update after it."""
     update = plan.update
     assert update is not None
     any_narrow = any(FLOATS[table.dtype].is_narrow for table in plan.spec.tables)
@@ -83,14 +84,13 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
 
 
 def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/backward/weight_gradient.cpp.j2` names."""
+    """Everything that `cpu/backward/weight_gradient.cpp.j2` names."""
     layout = plan.layout
     features = _features(plan.spec, layout)
-    for facts, placed in zip(features, layout.features, strict=True):
-        table = layout.tables[placed.table_index]
-        facts["label"] = f"d{placed.dim}_{table.table.dtype}"
-        # Here a padding id of a bag that is not pooled is a row like others.
-        facts["padding"] = facts["padding"] if placed.feature.kind.pooled else -1
+    for facts, f in zip(features, layout.features, strict=True):
+        facts["label"] = f"d{f.dim}_{layout.tables[f.table_index].table.dtype}"
+        # Here, the padding id of a bag that is not pooled is a row like any other.
+        facts["padding"] = facts["padding"] if f.feature.kind.pooled else -1
     weighted = {f["label"]: layout.tables[f["table"]] for f in features if f["weighted"]}
     buckets = [
         {
@@ -107,7 +107,7 @@ def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _counters(lanes: int) -> list[int]:
-    """Which of consecutive counters each lane of a generator is: even lanes the first half, odd ones the second."""
+    """The counter that each lane of a generator has: even lanes have the first half of them, odd lanes the second."""
     return [lane // 2 + lane % 2 * (lanes // 2) for lane in range(lanes)]
 
 
@@ -140,10 +140,10 @@ def _params(plan: Plan) -> CpuBackwardParams:
     return plan.params
 
 
-def _source_of(placed: FeatureLayout) -> str:
-    if placed.feature.kind.shape is Shape.SEQUENCE:
+def _source_of(f: FeatureLayout) -> str:
+    if f.feature.kind.shape is Shape.SEQUENCE:
         return "sequence"
-    return "scaled" if placed.feature.kind.divides else "pooled"
+    return "scaled" if f.feature.kind.divides else "pooled"
 
 
 def _kind_of(features: list[FeatureLayout]) -> Kind:
@@ -153,35 +153,35 @@ def _kind_of(features: list[FeatureLayout]) -> Kind:
 
 
 def _features(spec: CollectionSpec, layout: CollectionLayout) -> list[dict[str, Any]]:
-    found, scaled = [], 0
-    for placed in layout.features:
-        feature = placed.feature
+    facts, scaled = [], 0
+    for f in layout.features:
+        feature = f.feature
         padding = spec.padding_row(feature)
-        found.append(
+        facts.append(
             {
-                "index": placed.index,
+                "index": f.index,
                 "name": feature.name,
-                "table": placed.table_index,
+                "table": f.table_index,
                 "pooling": feature.kind.result,
-                "source": _source_of(placed),
+                "source": _source_of(f),
                 "weighted": feature.weighted,
-                "dim": placed.dim,
-                "column": placed.column or 0,
+                "dim": f.dim,
+                "column": f.column or 0,
                 "padding": -1 if padding is None else padding,
                 "absent": spec.absent_id(feature) or 0,
                 "hotness": feature.slots,
-                "kept": layout.kept_column(placed.index),
+                "kept": layout.kept_column(f.index),
                 "scaled": scaled,
             }
         )
-        scaled += placed.dim if found[-1]["source"] == "scaled" else 0
-    return found
+        scaled += f.dim if facts[-1]["source"] == "scaled" else 0
+    return facts
 
 
-def _table_facts(plan: Plan, placed: TableLayout, kind: Kind, label: str) -> dict[str, Any]:
-    table, params = placed.table, _params(plan)
+def _table_facts(plan: Plan, layout: TableLayout, kind: Kind, label: str) -> dict[str, Any]:
+    table, params = layout.table, _params(plan)
     key_bits = (table.num_embeddings - 1).bit_length()
-    row_bytes = touched_bytes(placed.row_bytes) + touched_bytes(placed.state_stride_bytes)
+    row_bytes = touched_bytes(layout.row_bytes) + touched_bytes(layout.state_stride_bytes)
     item_bytes = touched_bytes(table.embedding_dim * _source_bytes(plan, kind))
     return {
         "name": table.name,
@@ -190,38 +190,38 @@ def _table_facts(plan: Plan, placed: TableLayout, kind: Kind, label: str) -> dic
         "key_bits": key_bits,
         "shift": 64 - key_bits if key_bits else 63,
         "direct": kind.direct,
-        "rows_ahead": 0 if lies_in_cache(placed) else -(-params.prefetch_bytes // row_bytes),
+        "rows_ahead": 0 if fits_in_cache(layout) else -(-params.prefetch_bytes // row_bytes),
         "gradients_ahead": -(-params.prefetch_bytes // item_bytes),
         "word_cost": 2 * row_bytes + item_bytes,
     }
 
 
 def _buckets(plan: Plan, kinds: list[Kind], labels: list[str]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for placed, kind, label in zip(plan.layout.tables, kinds, labels, strict=True):
-        if label in found:
-            found[label]["comment"] += f", {placed.table.name}"
+    buckets: dict[str, dict[str, Any]] = {}
+    for layout, kind, label in zip(plan.layout.tables, kinds, labels, strict=True):
+        if label in buckets:
+            buckets[label]["comment"] += f", {layout.table.name}"
             continue
-        element = [s for s in placed.states if s.extent == "element"]
-        row = [s for s in placed.states if s.extent == "row"]
-        found[label] = {
+        element = [s for s in layout.states if s.extent == "element"]
+        row = [s for s in layout.states if s.extent == "row"]
+        buckets[label] = {
             "label": label,
-            "comment": f"rows of {placed.row_bytes} bytes: {placed.table.name}",
-            "table_type": DTYPES[placed.table.dtype].c_type,
+            "comment": f"rows of {layout.row_bytes} bytes: {layout.table.name}",
+            "table_type": DTYPES[layout.table.dtype].c_type,
             "source_type": "float" if "scaled" in kind.sources else "out_t",
-            "dim": placed.table.embedding_dim,
+            "dim": layout.table.embedding_dim,
             "direct": kind.direct,
             "sources": kind.sources,
             "any_weighted": kind.any_weighted,
             "any_selected": kind.any_selected,
-            "stride_bytes": placed.stride_bytes,
-            "state_stride_bytes": placed.state_stride_bytes,
-            "state_bytes": placed.state_stride_bytes,
+            "stride_bytes": layout.stride_bytes,
+            "state_stride_bytes": layout.state_stride_bytes,
+            "state_bytes": layout.state_stride_bytes,
             "element_states": [s.offset for s in element],
             "row_states": [s.offset for s in row],
             "row_states_in_tail": [str(s.placement == "tail") for s in row],
         }
-    return list(found.values())
+    return list(buckets.values())
 
 
 def _source_bytes(plan: Plan, kind: Kind) -> int:

@@ -1,4 +1,4 @@
-"""What `cpu/forward/forward.cpp.j2` says of a plan: lookups on the host."""
+"""The facts of `cpu/forward/forward.cpp.j2`: lookups on the host."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from embforge.codegen.plan import Plan
 from embforge.codegen.poolings import RESULTS, Shape
 from embforge.codegen.semantics import CHUNK
 from embforge.codegen.spec import CollectionSpec
-from embforge.codegen.targets.cpu.geometry import lies_in_cache, rows_at_once, streams_results, touched_bytes
+from embforge.codegen.targets.cpu.geometry import fits_in_cache, rows_at_once, streams_results, touched_bytes
 from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
 BAG_OVERHEAD_BYTES = 64
-"""What starting a bag costs, in bytes of rows that could have been read meanwhile."""
+"""The cost of starting a bag, in bytes of rows that could be read in the same time."""
 
 
 def forward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/forward/forward.cpp.j2` names."""
+    """Everything that `cpu/forward/forward.cpp.j2` names."""
     isa, params = isa_of(plan), _params(plan)
     buckets = {f.index: b for b in plan.buckets for f in b.features}
     return {
@@ -47,7 +47,7 @@ def forward_facts(plan: Plan) -> dict[str, Any]:
         "pooling_results": RESULTS,
         "combiners": list(dict.fromkeys(b.pooling.combiner for b in plan.buckets if b.pooling.combiner)),
         "buckets": [_bucket_facts(plan.spec, bucket) for bucket in plan.buckets],
-        "features": [_feature_facts(plan, placed, buckets[placed.index]) for placed in plan.layout.features],
+        "features": [_feature_facts(plan, f, buckets[f.index]) for f in plan.layout.features],
         "any_absent": plan.spec.has_absent_ids,
     }
 
@@ -71,31 +71,31 @@ def _bucket_facts(spec: CollectionSpec, bucket: Bucket) -> dict[str, Any]:
     }
 
 
-def _feature_facts(plan: Plan, placed: FeatureLayout, bucket: Bucket) -> dict[str, Any]:
-    feature = placed.feature
+def _feature_facts(plan: Plan, f: FeatureLayout, bucket: Bucket) -> dict[str, Any]:
+    feature = f.feature
     pooled, sequence = feature.kind.pooled, feature.kind.shape is Shape.SEQUENCE
-    result_bytes = placed.width * DTYPES[plan.spec.output_dtype].bytes
+    result_bytes = f.width * DTYPES[plan.spec.output_dtype].bytes
     if plan.op == "forward_train" and feature.kind.kept == "winner":
-        result_bytes += placed.dim * DTYPES[plan.id_dtype].bytes
+        result_bytes += f.dim * DTYPES[plan.id_dtype].bytes
     padding = plan.spec.padding_row(feature) if pooled else None
     return {
         "name": feature.name,
-        "table": placed.table_index,
+        "table": f.table_index,
         "pooling": feature.kind.result,
-        "dim": placed.dim,
-        "column": placed.column or 0,
+        "dim": f.dim,
+        "column": f.column or 0,
         "padding": -1 if padding is None else padding,
         "absent": plan.spec.absent_id(feature) or 0,
         "hotness": feature.slots,
-        "ahead": _rows_ahead(plan, placed, bucket),
-        "kept": plan.layout.kept_column(placed.index),
+        "ahead": _rows_ahead(plan, f, bucket),
+        "kept": plan.layout.kept_column(f.index),
         "bucket": bucket.label,
         "row_cost": touched_bytes(bucket.row_bytes) + (result_bytes if sequence else 0),
         "bag_cost": 0 if sequence else result_bytes + BAG_OVERHEAD_BYTES,
     }
 
 
-def _rows_ahead(plan: Plan, placed: FeatureLayout, bucket: Bucket) -> int:
-    if lies_in_cache(plan.layout.tables[placed.table_index]):
+def _rows_ahead(plan: Plan, f: FeatureLayout, bucket: Bucket) -> int:
+    if fits_in_cache(plan.layout.tables[f.table_index]):
         return 0
     return -(-_params(plan).prefetch_bytes // touched_bytes(bucket.row_bytes))

@@ -1,4 +1,4 @@
-"""What a collection's shape and an instruction set make of a CPU plan's fields, and where they make nothing of them."""
+"""How the fields of a CPU plan act on a collection with an instruction set, and when they have no effect."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from embforge.codegen.targets.cpu.isa import Isa
 CACHE_LINE = 64
 
 CACHED_TABLE_BYTES = 1 << 19
-"""A table of this size lies in a core's own cache after a few batches: prefetching it only costs instructions."""
+"""The size up to which a table is in a core's own cache after a few batches: prefetching it only costs instructions."""
 
 
 def touched_bytes(row_bytes: int) -> int:
-    """Bytes of the cache lines that so many bytes lie on, at best."""
+    """Bytes of the cache lines that a row touches, at best."""
     return -(-row_bytes // CACHE_LINE) * CACHE_LINE
 
 
-def lies_in_cache(table: TableLayout) -> bool:
+def fits_in_cache(table: TableLayout) -> bool:
     """Whether a table, with its states, is so small that its rows are not requested ahead."""
     return (table.stride_bytes + table.state_stride_bytes) * table.table.num_embeddings <= CACHED_TABLE_BYTES
 
 
 def row_vectors(dim: int, isa: Isa) -> int:
-    """Vectors of a row of so many numbers."""
+    """How many vectors a row of `dim` numbers has."""
     return -(-dim // isa.width)
 
 
 def rows_at_once(vectors: int, rows_unrolled: int, isa: Isa) -> int:
-    """Rows whose tile of so many vectors is loaded before the first is added: registers hold them beside the sum."""
+    """How many rows are loaded before the first is added, of a tile of `vectors`: registers hold them and the sum."""
     rows = rows_unrolled
     while rows > 1 and (rows + 1) * vectors > isa.registers:
         rows //= 2
@@ -35,5 +35,5 @@ def rows_at_once(vectors: int, rows_unrolled: int, isa: Isa) -> int:
 
 
 def streams_results(layout: CollectionLayout, isa: Isa) -> bool:
-    """Whether `stores="streaming"` can act: the processor can, and some row has a whole vector."""
+    """Whether `stores="streaming"` has an effect: the processor can, and some row has a whole vector."""
     return isa.streams and any(feature.dim >= isa.width for feature in layout.features)

@@ -1,4 +1,4 @@
-"""Instruction sets of the host that kernels are written for."""
+"""The instruction sets of hosts for which kernels are generated."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Isa:
     header: str | None
     flags: tuple[str, ...]
     registers: int
-    """That hold a vector."""
+    """How many registers hold a vector."""
     register_class: str | None
-    """How inline assembly names them; None: not known beforehand."""
+    """The letter for these registers in inline assembly; None: it depends on the processor."""
     streams: bool
     """Whether it can store past the caches."""
 
@@ -58,7 +58,7 @@ ISAS: dict[str, Isa] = {
 
 
 def isa_of(plan: KernelPlan) -> Isa:
-    """The plan's instruction set; `PlanError` names the known ones."""
+    """The plan's instruction set. If it is not known, `PlanError` names those that are."""
     if plan.arch not in ISAS:
         hint = did_you_mean(plan.arch, ISAS)
         raise PlanError(f"plan field arch={plan.arch!r} is not known for target cpu{hint}; allowed: {', '.join(ISAS)}")

@@ -1,4 +1,4 @@
-"""What `cpu/resolve/resolve.cpp.j2` says of a plan: the step that turns ids into rows, on the host."""
+"""The facts of `cpu/resolve/resolve.cpp.j2`: the step that turns ids into rows, on the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
 IDS_PER_JOB = 16384
 IDS_AHEAD = 16
-"""Ids whose entries are on their way while one is used: a remap is read at random places."""
+"""How many ids ahead entries of a remap are requested, because they are read in random order."""
 
 
 def resolve_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cpu/resolve/resolve.cpp.j2` names."""
+    """Everything that `cpu/resolve/resolve.cpp.j2` names."""
     return {
         "compile_line": " ".join(["c++", *FLAGS, *isa_of(plan).flags]),
         "outcomes": Outcome,
@@ -29,7 +29,7 @@ def resolve_facts(plan: Plan) -> dict[str, Any]:
 
 
 def remap_facts(plan: Plan) -> dict[str, Any]:
-    """What the sources of all targets say of a plan's remaps."""
+    """The facts about a plan's remaps that the sources of all targets need."""
     arguments = arguments_of(plan.target, plan.op)
     return {
         **head_facts(plan, describe_remaps(plan)),
@@ -42,11 +42,11 @@ def remap_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _features(plan: Plan) -> list[dict[str, Any]]:
-    places = {table.name: place for place, table in enumerate(plan.spec.tables) if not table.ids_are_rows}
+    remapped = {table.name: index for index, table in enumerate(plan.spec.tables) if not table.ids_are_rows}
     return [
         {
             "name": feature.name,
-            "table": places.get(feature.table, -1),
+            "table": remapped.get(feature.table, -1),
             "has_padding": "true" if feature.padding_idx is not None else "false",
             "padding": feature.padding_idx or 0,
         }

@@ -1,4 +1,4 @@
-"""What `cpu/stages/stages.cpp.j2` says of a plan of the stages between ranks."""
+"""The facts of `cpu/stages/stages.cpp.j2`: the stages between ranks, on the host."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from embforge.codegen.stages import PACKED, STAGES, StagePlan
 from embforge.codegen.targets.cpu.isa import FLAGS, isa_of
 
 STAGE_NOTES = (
-    "count, fill: ids to the ranks that own their rows. regroup: received ids to the order of a lookup.",
-    "gather: pools that were asked for to where they are sent from.",
+    "count, fill: distribute ids to the ranks that own their rows. regroup: puts received ids into a lookup's order.",
+    "gather: copies pools that were asked for to where they are sent from.",
     "network_forward, network_backward: partial pools to results, and gradients back.",
-    "pack, unpack: rows to bytes with a scale, and back.",
+    "pack, unpack: rows to bytes with scales, and back.",
 )
-"""What the entries of the library do, for the head comment of its source."""
+"""What the stages do, for the head comment of their source."""
 
 
 def stage_records() -> tuple[Record, ...]:
-    """What metadata arrays of any stage hold, for the source's enums."""
+    """The records in the metadata arrays of all stages, for the source's enums."""
     return records_of(argument for stage in STAGES.values() for argument in stage.arguments)
 
 
 def stage_types(plan: StagePlan) -> dict[str, str]:
-    """The C types that the plan's formats are."""
+    """The C types of the plan's formats."""
     return {
         "id_type": DTYPES[plan.id_dtype].c_type,
         "wire_id_type": DTYPES[plan.wire_id_dtype].c_type,
@@ -40,7 +40,7 @@ def stage_types(plan: StagePlan) -> dict[str, str]:
 
 
 def stage_facts(plan: StagePlan) -> dict[str, Any]:
-    """Everything `cpu/stages/stages.cpp.j2` names."""
+    """Everything that `cpu/stages/stages.cpp.j2` names."""
     isa, formats = isa_of(plan), (plan.wire_dtype, plan.gradient_dtype, plan.output_dtype)
     return {
         **head_facts(plan, STAGE_NOTES),

@@ -36,7 +36,7 @@ def _compile(plan: KernelPlan, source: Path) -> bytes:
 
 
 def _fingerprint(plan: KernelPlan) -> dict[str, str]:
-    """What decides the binary beside the source: the compiler and its resolved flags, never `native`."""
+    """What decides the binary in addition to the source: the compiler and its resolved flags, never `native`."""
     compiler = find_compiler()
     return {"compiler": compiler.version, "flags": " ".join([*compiler.command[1:], *FLAGS, *isa_of(plan).flags])}
 

@@ -1,1 +1,1 @@
-"""CUDA C++: what the sources of each op say, what their launches need, and NVRTC."""
+"""CUDA C++: the facts of each op's source, what its launches need, and NVRTC."""

@@ -10,7 +10,7 @@ from embforge.codegen.target import GPU_ARCH
 
 WARP = 32
 REGISTER_UNIT = 256
-"""Registers are handed to warps in units of this many."""
+"""Warps get registers in units of this many."""
 MAX_STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a block may have without asking the driver for more."""
 
@@ -26,7 +26,7 @@ class Arch:
     registers: int = 65536
     shared_unit: int = 128
     shared_reserved: int = 1024
-    """Shared memory that the driver keeps of every block."""
+    """Bytes of shared memory per block that the driver keeps for itself."""
 
     @property
     def most_shared(self) -> int:
@@ -58,20 +58,19 @@ ARCHS: dict[str, Arch] = {
 }
 
 DEFAULT_ARCH = GPU_ARCH
-"""What to generate for where there is no GPU to ask (target simt). Its text is checked in under generated/; the text of
-other archs differs in sizes, and from sm_100 on in 32-byte loads, so those are worth a run of their own."""
-
+"""The architecture to generate for if there is no GPU (target simt). Its text is checked in under generated/; the text
+of other archs differs in sizes, and from sm_100 on in 32-byte loads, so they are worth runs of their own."""
 
 OTHER_SPELLINGS = {
     spelling: name
     for name, a in ARCHS.items()
     for spelling in (str(a.number), f"{a.number / 10:.1f}", f"compute_{a.number}")
 }
-"""How compute capabilities are called elsewhere, e.g. 90, 9.0 and compute_90."""
+"""What other tools call compute capabilities, e.g. 90, 9.0 and compute_90."""
 
 
 def arch_named(name: str) -> Arch:
-    """The architecture of that name; `PlanError` naming the known ones otherwise."""
+    """The architecture of that name. If it is not known, `PlanError` names those that are."""
     if name not in ARCHS:
         hint = did_you_mean(name, ARCHS, OTHER_SPELLINGS)
         raise PlanError(f"plan field arch={name!r} is not known for target cuda{hint}; allowed: {', '.join(ARCHS)}")
@@ -81,7 +80,8 @@ def arch_named(name: str) -> Arch:
 def nearest_arch(major: int, minor: int) -> str:
     """The architecture to generate for on a GPU of that compute capability: the newest known one that it can run.
 
-    Cubins run on a later minor of the same major, never across majors. `PlanError` naming the known ones otherwise.
+    Cubins run on a later minor of the same major, never across majors. If there is none, `PlanError` names the known
+    ones.
     """
     number = 10 * major + minor
     runnable = [a for a in ARCHS.values() if a.number // 10 == major and a.number <= number]
@@ -94,7 +94,8 @@ def nearest_arch(major: int, minor: int) -> str:
 
 
 def resident_threads(arch: Arch, threads: int, registers: int, shared_bytes: int) -> int:
-    """Threads of such blocks that a multiprocessor holds at once: what registers, shared memory and limits allow."""
+    """How many threads of these blocks a multiprocessor holds at
+    once: as many as registers, shared memory and limits allow."""
     warps = -(-threads // WARP)
     warp_registers = -(-max(registers, 1) * WARP // REGISTER_UNIT) * REGISTER_UNIT
     block_shared = -(-(shared_bytes + arch.shared_reserved) // arch.shared_unit) * arch.shared_unit

@@ -1,8 +1,9 @@
-"""What the CUDA templates of a backward and of a reduction state about a plan.
+"""The facts of the CUDA sources of a backward and of a reduction.
 
-A position's row, numbered over all tables, is its key. Keys are sorted; equal ones are a run; a group of lanes adds up
-a run's gradients and updates its row. Runs of more than `medium_run` occurrences are put into the list `waiting` of
-their bucket and worked on behind all others. Of runs past a chunk, kernels before have summed the full chunks.
+The row at a position, numbered over all tables, is the position's key. Keys are sorted; equal keys are a run; a group
+of lanes adds up the gradients of a run and updates its row. Runs of more than `medium_run` occurrences are put into the
+list `waiting` of their bucket and worked on after all others. The full chunks of runs that are longer than a chunk are
+added up by earlier kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from embforge.codegen.describe import describe, head_facts
+from embforge.codegen.describe import counted, describe, head_facts
 from embforge.codegen.dtypes import DTYPES, FLOATS
 from embforge.codegen.kernel import MISTAKES, arguments_of, records_of
 from embforge.codegen.layout import FeatureLayout, StateLayout, largest_power_of_two
@@ -40,16 +41,16 @@ from embforge.codegen.targets.cuda.formats import format_facts
 from embforge.codegen.targets.cuda.shared_memory import check_shared
 
 LOAD_HINT = ".L1::no_allocate"
-"""Gradients of a bag are read once a row, which caches further away absorb."""
+"""The gradient of a bag is read once per row of the bag, which caches beyond L1 absorb."""
 LIGHT_BLOCKS = 4
-"""Blocks of 256 threads a multiprocessor must hold of kernels that move no rows."""
+"""Blocks of 256 threads that a multiprocessor must hold, for kernels that move no rows."""
 CONSTANT_MEMORY = 60 * 1024
 FEATURE_RECORD, SLOT_RECORD = 80, 16
-"""Bytes of the template's records, at most."""
+"""Bytes of the template's structures Feature and Slot, at most."""
 
 
 def backward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/backward/backward.cu.j2` names. `PlanError` for a plan that cannot work."""
+    """Everything that `cuda/backward/backward.cu.j2` names. `PlanError` for a plan that cannot work."""
     check_shared(plan)
     buckets = row_buckets(plan)
     update = plan.update
@@ -96,7 +97,7 @@ def backward_facts(plan: Plan) -> dict[str, Any]:
 
 
 def sum_facts(buckets: tuple[RowBucket, ...]) -> dict[str, Any]:
-    """How large the room for sums of rows is."""
+    """The sizes of the memory for sums of rows."""
     return {
         "row_lanes": ROW_LANES,
         "most_elements": max(b.elements for b in buckets),
@@ -105,13 +106,14 @@ def sum_facts(buckets: tuple[RowBucket, ...]) -> dict[str, Any]:
 
 
 def backward_shape_of(plan: Plan) -> BackwardShape:
-    """What launches of the plan have in common."""
+    """What all launches of the plan have in common."""
     scalars = 0 if plan.update is None else len(rule_facts(plan.update)["rule"]["scalar_fields"])
     return backward_shape(plan, scalars=2 + scalars)
 
 
 def common_facts(plan: Plan, buckets: tuple[RowBucket, ...], dtypes: set[str]) -> dict[str, Any]:
-    """What all kernels of a backward state: types, features, arguments. `dtypes` are those that rows are read in."""
+    """The facts of all kernels of a backward: types, features,
+    arguments. `dtypes`: the formats of rows that they read."""
     notes = [*describe(plan), "", "Buckets, widest rows first:", *map(bucket_line, buckets)]
     tables, layout = key_tables(plan), plan.layout
     records = FEATURE_RECORD * len(layout.features) + SLOT_RECORD * (len(tables) + 1)
@@ -150,22 +152,20 @@ def common_facts(plan: Plan, buckets: tuple[RowBucket, ...], dtypes: set[str]) -
     }
 
 
-def _feature_facts(
-    plan: Plan, placed: FeatureLayout, first: int, scaled: int, sequence: dict[int, int]
-) -> dict[str, Any]:
-    feature = placed.feature
+def _feature_facts(plan: Plan, f: FeatureLayout, first: int, scaled: int, sequence: dict[int, int]) -> dict[str, Any]:
+    feature = f.feature
     padding = plan.spec.padding_row(feature)
     return {
-        "table": placed.table_index,
-        "dim": placed.dim,
+        "table": f.table_index,
+        "dim": f.dim,
         "first": first,
         "padding": -1 if padding is None else padding,
         "absent": plan.spec.absent_id(feature) or 0,
-        "column": -1 if placed.column is None else placed.column,
+        "column": -1 if f.column is None else f.column,
         "scaled": scaled,
-        "kept": plan.layout.kept_column(placed.index),
+        "kept": plan.layout.kept_column(f.index),
         "hotness": feature.slots,
-        "sequence": sequence.get(placed.index, -1),
+        "sequence": sequence.get(f.index, -1),
         "pooling": feature.kind.result,
         "weighted": feature.weighted,
         "comment": f"{feature.name} -> {feature.table}",
@@ -173,15 +173,16 @@ def _feature_facts(
 
 
 def bucket_facts(b: RowBucket) -> dict[str, Any]:
-    states = b.placed.states
+    """The numbers of the struct that the source has for a bucket."""
+    states = b.layout.states
     return {
         "name": b.name,
         "index": b.index,
-        "comment": f"rows of {b.placed.row_bytes} bytes, {b.placed.stride_bytes} apart",
+        "comment": f"rows of {b.layout.row_bytes} bytes, {b.layout.stride_bytes} apart",
         "element": DTYPES[b.dtype].c_type,
         "item": DTYPES[b.item].c_type,
         "dim": b.dim,
-        "stride": b.placed.stride_bytes,
+        "stride": b.layout.stride_bytes,
         "elements": b.elements,
         "vectors": b.vectors,
         "lanes": b.lanes,
@@ -194,7 +195,7 @@ def bucket_facts(b: RowBucket) -> dict[str, Any]:
         "selects": b.selects,
         "first": b.first,
         "last": b.first + len(b.tables),
-        "state_stride": b.placed.state_stride_bytes,
+        "state_stride": b.layout.state_stride_bytes,
         "state_load": b.state_load,
         "element_states": [s.offset for s in states if s.extent == "element"],
         "row_states": [_row_state(s) for s in states if s.extent == "row"],
@@ -206,10 +207,11 @@ def _row_state(state: StateLayout) -> str:
 
 
 def bucket_line(b: RowBucket) -> str:
+    """A line about a bucket for the head comment of the source."""
     tiles = f" in {b.tiles} tiles" if b.tiles > 1 else ""
     return (
-        f"  {b.name}: {b.vectors} vectors of {b.elements} per row{tiles}, {b.groups} rows per block at once, "
-        f"{b.rows} gradients in flight per lane"
+        f"  {b.name}: {counted(b.vectors, 'vector')} of {b.elements} per row{tiles}, "
+        f"{counted(b.groups, 'row')} per block at once, {counted(b.rows, 'gradient')} in flight per lane"
     )
 
 
@@ -218,9 +220,10 @@ def _partial_load(b: RowBucket) -> int:
 
 
 def _own_bytes(buckets: tuple[RowBucket, ...]) -> set[int]:
-    """Widths of the loads of rows and states."""
+    """Bytes of the loads of rows and states."""
     return {b.elements * DTYPES[b.dtype].bytes for b in buckets} | {b.state_load for b in buckets}
 
 
 def light_blocks(plan: Plan) -> int:
+    """The number of blocks that a multiprocessor must hold, for kernels that move no rows."""
     return max(1, min(256 * LIGHT_BLOCKS, arch_named(plan.arch).threads) // backward_params(plan).block)

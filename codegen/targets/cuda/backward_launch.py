@@ -1,7 +1,7 @@
-"""What a backward launches, and how much memory that takes: from the sizes of the batch alone.
+"""What a backward launches, and how much memory that takes: both follow from the sizes of the batch.
 
-One formula for all who launch. How many rows occur and how often is only known to the device, so grids are as large as
-they ever need to be, up to a limit that blocks stride beyond, and nothing here waits for the device.
+All launchers use these formulas. Only the device knows how many rows occur and how often, so grids are as large as they
+may ever have to be, up to a limit beyond which blocks stride, and nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from embforge.codegen.targets.cuda.backward_geometry import (
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 
 KERNELS = ("prepare", "gradients", "resolve", "runs", "chunks", "levels", "rows")
-"""Of a backward and a reduction, in stream order; torch sorts before `resolve` and sums up before `runs`."""
+"""The kernels of a backward and of a reduction, in stream order.
+Torch sorts before `resolve` and sums up before `runs`."""
 EACH = 4
-"""Positions a thread of `prepare`."""
+"""Positions per thread of `prepare`."""
 MOST_BLOCKS = 2048
-"""Of kernels whose blocks stride over what there is."""
+"""The most blocks of kernels whose blocks stride over their work."""
 GRADIENTS_EACH = 16
-"""Numbers a thread of `gradients`, batch permitting."""
+"""Numbers per thread of `gradients`, if the batch is large enough."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class BackwardShape:
     key_dtype: str
     medium_run: int
     words: int
-    """Of the kernels' `words`."""
+    """Length of `words`."""
     scalars: int
-    """Floats of `scalars`."""
+    """Length of `scalars`."""
     groups: int
-    """Rows that a block works on at once, where it works on the fewest."""
+    """Rows that a block works on at once, in the bucket where these are fewest."""
     partial_width: int
     scaled_width: int
     scales_sequence: bool
@@ -71,7 +72,7 @@ class BackwardLaunch:
     before_sum: tuple[KernelLaunch, ...]
     before_rows: tuple[KernelLaunch, ...]
     levels: tuple[KernelLaunch, ...]
-    """Of the partial sums, from level 0 on."""
+    """The launches that make partial sums, from level 0 on."""
     rows: KernelLaunch
     waiting: int
     scaled: int
@@ -84,7 +85,7 @@ def symbol_of(symbol: str, name: str) -> str:
 
 
 def backward_shape(plan: Plan, scalars: int) -> BackwardShape:
-    """What launches of the plan have in common. `scalars`: floats that the kernels' `scalars` needs."""
+    """What all launches of the plan have in common. `scalars`: the length of the argument of that name."""
     buckets, whole = row_buckets(plan), is_row_wise(plan)
     return BackwardShape(
         symbol=plan.symbol,

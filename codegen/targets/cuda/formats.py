@@ -1,4 +1,5 @@
-"""What CUDA sources state of number formats: which of them there are, and which an instruction converts."""
+"""The facts about number formats in CUDA sources: which formats
+they use, and which of these an instruction converts."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ def format_facts(
     written: Collection[str] = (),
     packed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """What the templates in `cuda/common/` say of the formats of vectors that are read, of numbers that are read alone,
-    of results, and of bytes on the wire, which are converted by arithmetic on any architecture.
+    """The facts about formats for the templates in `cuda/common/`.
+
+    `read`: formats of vectors. `alone`: formats of numbers that are read one by one. `written`: formats of results.
+    `packed`: formats of bytes on the wire, which are converted by arithmetic on any architecture.
     """
     paired = [form for form in narrow_floats(read) if _has_pairs(form, arch)]
     conversions = {rounding(name, arch) for name in written if FLOATS[name].is_narrow}
@@ -33,7 +36,7 @@ def format_facts(
 
 
 def rounding(name: str, arch: Arch) -> str:
-    """The function that rounds fp32 to a narrower format: a primitive, or arithmetic in the text."""
+    """The name of the function that rounds fp32 to a narrower format: one instruction, or arithmetic."""
     first = FLOATS[name].rounded_from
     return f"float_to_{name}" if first is not None and arch.number >= first else f"round_to_{name}"
 

@@ -1,10 +1,10 @@
-"""What `cuda/forward/forward.cu.j2` says of a plan: lookups on a GPU."""
+"""The facts of `cuda/forward/forward.cu.j2`: lookups on a GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from embforge.codegen.describe import bucket_line, describe, head_facts
+from embforge.codegen.describe import bucket_line, counted, describe, head_facts
 from embforge.codegen.dtypes import DTYPES, FLOATS
 from embforge.codegen.kernel import MISTAKES, arguments_of, records_of
 from embforge.codegen.layout import FeatureLayout
@@ -39,15 +39,15 @@ LOAD_HINT = {"no_allocate": ".L1::no_allocate", "evict_last": ".L1::evict_last",
 CONSTANT_MEMORY = 60 * 1024
 """Bytes of constant memory that records may take; the compiler's own constants get the rest of the 64 KiB."""
 FEATURE_RECORD, SHAPE_RECORD, SEQUENCE_RECORD = 40, 40, 12
-"""Bytes of the template's Feature, Shape and SequenceFeature, at most."""
+"""Bytes of the template's structures Feature, Shape and SequenceFeature, at most."""
 KEPT_COLUMN = ABSENT_ID = 8
-"""Bytes that a Feature is larger by if a backward will come, and if a padding id is no row."""
+"""Bytes by which a Feature is larger if a backward will follow, and if a padding id is not a row."""
 MERGE_LEVELS = 5
-"""Levels of units of 4096 ids: 64 ** 5 units are more than memory holds."""
+"""Levels of sums of units of 4096 ids: 64 ** 5 units are more than memory holds."""
 
 
 def forward_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/forward/forward.cu.j2` names. `PlanError` for a plan that cannot work."""
+    """Everything that `cuda/forward/forward.cu.j2` names. `PlanError` for a plan that cannot work."""
     arch, params, geometry = arch_named(plan.arch), cuda_params(plan), geometry_of(plan)
     table_dtypes = {t.dtype for t in plan.spec.tables}
     output = FLOATS[plan.spec.output_dtype]
@@ -127,20 +127,20 @@ def _kernel_facts(plan: Plan, symbol: str, members: tuple[BucketGeometry, ...]) 
     }
 
 
-def _long_facts(plan: Plan, found: LongGeometry) -> dict[str, Any]:
+def _long_facts(plan: Plan, long: LongGeometry) -> dict[str, Any]:
     units_symbol, merge_symbol = long_symbols(plan)
     return {
         "symbol": units_symbol,
         "merge_symbol": merge_symbol,
         "min_blocks": min_blocks(plan, wide=True),
         "levels": MERGE_LEVELS,
-        "chunks": found.chunks,
-        "pitch": found.pitch,
-        "parts": found.parts,
-        "winner_parts": found.winner_parts,
-        "weighted": found.weighted,
-        "shared": found.shared,
-        "kinds": [_long_kind_facts(kind) for kind in found.kinds],
+        "chunks": long.chunks,
+        "pitch": long.pitch,
+        "parts": long.parts,
+        "winner_parts": long.winner_parts,
+        "weighted": long.weighted,
+        "shared": long.shared,
+        "kinds": [_long_kind_facts(kind) for kind in long.kinds],
     }
 
 
@@ -190,37 +190,37 @@ def _bucket_facts(g: BucketGeometry) -> dict[str, Any]:
 
 
 def _combiners(pooled: list[BucketGeometry]) -> tuple[Combiner, ...]:
-    """Those of the buckets."""
+    """The combiners of the buckets."""
     return tuple(dict.fromkeys(g.bucket.pooling.combiner for g in pooled if g.bucket.pooling.combiner is not None))
 
 
 def _selections(pooled: list[BucketGeometry]) -> tuple[Combiner, ...]:
-    """Combiners that select, for code that all buckets share."""
+    """The combiners that select, for code that all buckets share."""
     return selections_of(g.bucket.pooling for g in pooled)
 
 
 def _sequence_facts(geometry: tuple[BucketGeometry, ...]) -> list[dict[str, Any]]:
-    """Features whose results are sequences, in spec order: which of FEATURES, its dim and bucket."""
-    found = [
+    """The features whose results are sequences, in the order of the spec: position in FEATURES, dim and bucket."""
+    by_index = [
         (f.index, {"slot": g.first + i, "dim": f.dim, "bucket": g.name, "name": f.feature.name})
         for g in geometry
         if g.bucket.pooling.shape is Shape.SEQUENCE
         for i, f in enumerate(g.bucket.features)
     ]
-    return [facts for _, facts in sorted(found, key=lambda item: item[0])]
+    return [facts for _, facts in sorted(by_index, key=lambda item: item[0])]
 
 
-def _feature_facts(plan: Plan, placed: FeatureLayout) -> dict[str, Any]:
-    feature = placed.feature
+def _feature_facts(plan: Plan, f: FeatureLayout) -> dict[str, Any]:
+    feature = f.feature
     padding = plan.spec.padding_row(feature)
     return {
-        "index": placed.index,
-        "table": placed.table_index,
+        "index": f.index,
+        "table": f.table_index,
         "pooling": feature.kind.result,
         "weighted": feature.weighted,
         "hotness": feature.slots,
-        "column": -1 if placed.column is None else placed.column,
-        "kept": plan.layout.kept_column(placed.index),
+        "column": -1 if f.column is None else f.column,
+        "kept": plan.layout.kept_column(f.index),
         "padding": -1 if padding is None else padding,
         "absent": plan.spec.absent_id(feature) or 0,
         "comment": f"{feature.name} -> {feature.table}",
@@ -232,7 +232,7 @@ def _notes(plan: Plan, geometry: tuple[BucketGeometry, ...]) -> list[str]:
     for g in geometry:
         tiles = f" in {g.tiles} tiles" if g.tiles > 1 else ""
         lines.append(
-            f"  {g.name}: {g.vectors} loads of {g.vector} bytes per row{tiles}, {g.groups} rows per block at once, "
-            f"{g.rows} in flight per lane"
+            f"  {g.name}: {counted(g.vectors, 'load')} of {counted(g.vector, 'byte')} per row{tiles}, "
+            f"{counted(g.groups, 'row')} per block at once, {g.rows} in flight per lane"
         )
     return lines

@@ -1,13 +1,14 @@
-"""How a plan's buckets map to lanes, groups and blocks: every number that the CUDA template states.
+"""How a plan's buckets map to lanes, groups and blocks: every number in the source of a CUDA forward.
 
-A *group* of lanes handles one bag (or row) at a time, one vector a lane. Rows wider than a block, or that would leave
-many of a block's threads without a group, are cut into column tiles.
+A *group* of lanes handles one bag (or row) at a time, one vector per lane. Rows that are wider than a block, or that
+would leave many of a block's threads without a group, are cut into column tiles.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from embforge.codegen.buckets import Bucket
 from embforge.codegen.dtypes import DTYPES
@@ -19,36 +20,36 @@ from embforge.codegen.poolings import Shape
 from embforge.codegen.targets.cuda.arch import MAX_STATIC_SHARED, arch_named
 
 RUNS_WANTED = 16
-"""Blocks a feature is cut into at least, batch permitting."""
+"""The least number of blocks into which a feature is cut, if the batch is large enough."""
 LEAST_INTERLEAVE = 4
-"""Bags a group gets even of small batches: fewer would leave a warp's groups waiting for the one with the longest."""
+"""The bags that a group gets even if the batch is small: with fewer, a warp's groups wait for that with the longest."""
 WIDE_ELEMENTS = 8
-"""Accumulators a lane from which a bucket gets its own kernel, so that it does not cost the others registers."""
+"""Accumulators per lane from which a bucket is in a kernel of its own, so that it does not cost others registers."""
 WIDE_BLOCKS = 2
-"""Blocks of 256 threads that a multiprocessor must hold of the wide kernel and of the one for long bags."""
+"""Blocks of 256 threads that a multiprocessor must hold, for the wide kernel and the one for long bags."""
 BASE_THREADS = 256
 BIG_ROW = 64
-"""Bytes of a row from which bytes in flight are promised: smaller rows are limited by other things."""
+"""Bytes of a row from which bytes in flight are promised: other things limit smaller rows."""
 MOST_MADE_UP = 16
-"""Accumulators a lane up to which there are registers for rows that make up for idle threads."""
+"""Accumulators per lane up to which there are registers for more rows in flight, to make up for idle threads."""
 MOST_WINNERS = 16
-"""Accumulators a lane up to which there are registers for their positions."""
+"""Accumulators per lane up to which there are registers for their positions."""
 MOST_ROWS = 8
 MOST_COPIED = 256
-"""Output rows of a block that copies."""
+"""The most output rows of a block that copies."""
 OTHER_SHARED = 128
 """Bytes of shared memory for scalars and alignment, at most."""
 MOST_TOTALS = 32 * 1024
-"""Bytes of shared memory for what a block's lanes have summed before the running chunk."""
+"""Bytes of shared memory for the sums of the chunks before the running one, at most."""
 SHRINKS = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 """What id_tile and bags_per_block are divided by, in turn, until a kernel's shared memory fits."""
 GOOD_USE = 0.8
-"""Share of a block's threads with a vector to load, from which a cut into tiles is good enough."""
+"""The share of a block's threads that must have a vector for a number of tiles to be taken without trying more."""
 
 
 @dataclass(frozen=True)
 class BucketGeometry:
-    """One bucket's mapping. The fields are those of the struct that the template writes for it."""
+    """The mapping of one bucket. Its numbers are those of the bucket's struct in the source."""
 
     bucket: Bucket
     first: int
@@ -61,9 +62,9 @@ class BucketGeometry:
     rows: int
     store: int
     winners_store: int
-    """Of a bucket that selects and whose backward will come: bytes a store of winners."""
+    """Bytes per store of winners, in a bucket that selects and in whose plan a backward will follow."""
     run: int
-    """Bags (pooled, at most, a power of two) or positions (of all others) a block owns."""
+    """How many bags (pooled: at most, a power of two) or positions (all others) a block owns."""
     min_run: int
     window: int
     block: int
@@ -86,12 +87,12 @@ class BucketGeometry:
         return self.use_of(self.groups)
 
     def use_of(self, groups: int) -> float:
-        """The same if only so many of the groups have work."""
+        """The same if only this number of groups have work."""
         return min(groups, self.groups) * self.vectors / (self.tiles * self.block)
 
     @property
     def slots(self) -> int:
-        """Ids that a block stages, and a gap a group where windows are even, so that groups read different banks."""
+        """Ids that a block stages, and one gap per group if windows are even, so that groups read different banks."""
         return self.groups * (self.window | 1)
 
     @property
@@ -101,45 +102,44 @@ class BucketGeometry:
 
     @property
     def long_kind(self) -> str:
-        """The struct of its long bags: pooled buckets that differ only in their shape share one."""
+        """The name of the struct for its long bags, which pooled buckets share if they differ only in their shape."""
         weighted = "_weighted" if self.bucket.weighted else ""
         return f"long_{self.bucket.dtype}_{self.bucket.pooling.name}{weighted}_{self.vector}"
 
 
 def cuda_params(plan: Plan) -> CudaParams:
-    """The plan's parameters, which a cuda plan is known to have."""
+    """The parameters of a cuda plan of a forward, with their type."""
     assert isinstance(plan.params, CudaParams)
     return plan.params
 
 
 def trains(plan: Plan) -> bool:
-    """Whether the plan is a forward whose backward will come: it keeps divisors and winners."""
+    """Whether the plan is a forward after which a backward will follow, so that it keeps divisors and winners."""
     return plan.op == "forward_train"
 
 
 def geometry_of(plan: Plan) -> tuple[BucketGeometry, ...]:
     """The mapping of every bucket, in the order of the kernel's FEATURES.
 
-    A kernel whose shared memory would not fit stages fewer ids and bags than the parameters say. `PlanError` if that
-    does not help either.
+    A kernel that would need too much shared memory stages fewer ids and bags than the parameters say. `PlanError` if
+    that is not enough.
     """
-    first = [0]
-    for bucket in plan.buckets:
-        first.append(first[-1] + len(bucket.features))
-    placed = tuple(zip(plan.buckets, first, strict=False))
-    wanted = tuple(_bucket_geometry(plan, bucket, slot, *SHRINKS[0]) for bucket, slot in placed)
+    firsts = accumulate((len(bucket.features) for bucket in plan.buckets), initial=0)
+    wanted = tuple(
+        _bucket_geometry(plan, bucket, first, *SHRINKS[0]) for bucket, first in zip(plan.buckets, firsts, strict=False)
+    )
     fitting = {g.first: g for members in register_classes(wanted) for g in _fitted(plan, members)}
     return tuple(fitting[g.first] for g in wanted)
 
 
 def register_classes(geometry: tuple[BucketGeometry, ...]) -> tuple[tuple[BucketGeometry, ...], ...]:
-    """Buckets by the kernel they share, ordinary ones first; no class is empty."""
+    """The buckets by the kernel that they share, the wide kernel last. No class is empty."""
     classes = (tuple(g for g in geometry if not g.wide), tuple(g for g in geometry if g.wide))
     return tuple(c for c in classes if c)
 
 
 def run_of(min_run: int, run: int, batch: int) -> int:
-    """Bags a block owns at this batch size: what the kernel finds by `fair_run`, on the host."""
+    """How many bags a block owns at this batch size: the number that `fair_run` computes on the device."""
     return min(max(power_of_two_below(batch // RUNS_WANTED | 1), min_run), run)
 
 
@@ -149,7 +149,7 @@ def row_type(plan: Plan) -> str:
 
 
 def min_blocks(plan: Plan, wide: bool) -> int:
-    """Blocks a multiprocessor must hold, for `__launch_bounds__`."""
+    """The number of blocks that a multiprocessor must hold, for `__launch_bounds__`."""
     params = cuda_params(plan)
     threads = BASE_THREADS * (WIDE_BLOCKS if wide else params.pipeline[1])
     return max(1, min(threads, arch_named(plan.arch).threads) // params.block)
@@ -189,11 +189,12 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, few
     lanes = -(-vectors // tiles)
     groups = params.block // lanes
     elements = vector // DTYPES[bucket.dtype].bytes
-    # The same bytes in flight whatever the vector; twice as many where accumulators cost occupancy.
+    # The bytes in flight do not depend on the vector; there are twice as many where accumulators cost occupancy.
     lane_bytes = 16 * params.pipeline[0] * (2 if elements >= WIDE_ELEMENTS else 1)
     rows = power_of_two_below(max(1, min(lane_bytes // vector, MOST_ROWS)))
     if arch.widest_load > 16 and elements <= MOST_MADE_UP:
-        # What is wanted there is all that the occupancy gives: threads without a vector must be made up for.
+        # Such a GPU needs all bytes in flight that its occupancy
+        # allows: more rows make up for threads without a vector.
         rows = math.ceil(rows * params.block * tiles / (groups * vectors))
     rows = min(rows, max(1, ids // groups))
     if bucket.pooling.pooled:
@@ -219,7 +220,7 @@ def _bucket_geometry(plan: Plan, bucket: Bucket, first: int, fewer_ids: int, few
 
 
 def _tiles(vectors: int, block: int) -> int:
-    """Column tiles of a row: the fewest that use most of the block's threads."""
+    """The number of column tiles of a row: the fewest that use most of the block's threads."""
 
     def use(tiles: int) -> float:
         lanes = -(-vectors // tiles)
@@ -236,7 +237,7 @@ def power_of_two_below(value: int) -> int:
 
 
 def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
-    """Bytes of the widest store that is aligned wherever the bucket writes and never runs over a row's end."""
+    """Bytes of the widest store that is aligned wherever the bucket writes and never crosses the end of a row."""
     size = DTYPES[plan.spec.output_dtype].bytes
     steps = [bucket.dim, elements]
     if bucket.pooling.shape is Shape.SEQUENCE:
@@ -247,7 +248,7 @@ def _store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
 
 
 def _winners_store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
-    """The same for positions of ids, which a bucket that selects writes if a backward will come."""
+    """The same for positions of ids, which a bucket that selects writes if a backward will follow."""
     layout = plan.layout
     steps = [bucket.dim, elements, layout.winner_width]
     steps += [layout.winner_column[f.index] for f in bucket.features if f.index in layout.winner_column]
@@ -255,14 +256,14 @@ def _winners_store_bytes(plan: Plan, bucket: Bucket, elements: int) -> int:
 
 
 def _fitted(plan: Plan, members: tuple[BucketGeometry, ...]) -> tuple[BucketGeometry, ...]:
-    """One kernel's buckets, with as many ids and bags staged as its shared memory holds."""
+    """The buckets of one kernel, with as many ids and bags staged as its shared memory holds."""
     for shrink in SHRINKS:
-        found = tuple(_bucket_geometry(plan, g.bucket, g.first, *shrink) for g in members)
-        need = shared_bytes(plan, found)
+        shrunk = tuple(_bucket_geometry(plan, g.bucket, g.first, *shrink) for g in members)
+        need = shared_bytes(plan, shrunk)
         if need <= MAX_STATIC_SHARED:
-            return found
+            return shrunk
     params = cuda_params(plan)
-    heaviest = max(found, key=lambda g: g.elements * g.pooled)
+    heaviest = max(shrunk, key=lambda g: g.elements * g.pooled)
     raise PlanError(
         f"plan fields block={params.block}, id_tile={params.id_tile}, bags_per_block={params.bags_per_block}: a block "
         f"needs {need} bytes of shared memory ({4 * params.block * heaviest.elements} for the running sums of "
@@ -272,7 +273,7 @@ def _fitted(plan: Plan, members: tuple[BucketGeometry, ...]) -> tuple[BucketGeom
 
 
 def shared_bytes(plan: Plan, members: tuple[BucketGeometry, ...]) -> int:
-    """Shared memory of a block of one kernel, at most."""
+    """Bytes of shared memory of a block of one kernel, at most."""
     stage, copy = stage_sizes(members), copy_sizes(members)
     pooled = (stage["bags"] + stage["groups"]) * DTYPES[plan.id_dtype].bytes + stage["slots"] * row_bytes(plan)
     pooled += (2 * stage["groups"] + stage["weights"] + stage["elements"] * cuda_params(plan).block) * 4

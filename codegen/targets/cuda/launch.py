@@ -1,7 +1,7 @@
-"""What a launch of a plan's kernels needs: symbols, grids and buffer sizes, from the batch alone.
+"""What a launch of a plan's kernels needs: symbols, grids and buffer sizes, which follow from the sizes of the batch.
 
-One formula for all who launch: the cuda.core launcher and the executor on a CPU. The host knows the batch size and the
-number of ids, never a length, so nothing here waits for the device.
+Both launchers use these formulas: that for GPUs, and that for the executor on a CPU. The host knows the batch size and
+the number of ids, but no lengths, so nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from embforge.codegen.targets.cuda.geometry import (
 from embforge.codegen.targets.cuda.long_bags import long_geometry
 
 UNIT = CHUNK * CHUNK
-"""Ids of a long bag that one block adds up."""
+"""The ids of a long bag that one block adds up."""
 QUEUE_COUNTERS = 1
 """`queue` begins with (long bags << UNIT_BITS) + units."""
 QUEUE_RECORD = 6
-"""Then a record a long bag, the kernel's `LongBag`."""
+"""Words of the record that `queue` holds after that for each long bag: the kernel's `LongBag`."""
 UNIT_BITS = 36
 LONG_BLOCKS = 1024
-"""Most blocks of the kernels for long bags; they stride over the queue."""
+"""The most blocks of the kernels for long bags, which stride over the queue."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class KernelLaunch:
     symbol: str
     grid: int
     block: int
-    """Threads."""
+    """Threads per block."""
     shared: int
     """Bytes of dynamic shared memory."""
 
     @property
     def opts_in(self) -> bool:
-        """Whether a block takes more shared memory than it gets before the driver is asked for it."""
+        """Whether a block needs more shared memory than the driver allows before it is asked for more."""
         return self.shared + OTHER_SHARED > MAX_STATIC_SHARED
 
 
@@ -58,13 +58,13 @@ class ForwardLaunch:
 
     kernels: tuple[KernelLaunch, ...]
     queue_words: int
-    """int64 words of `queue`, 0: pass null. The first QUEUE_COUNTERS must be zero before the first kernel."""
+    """int64 words of `queue`; 0: pass null. The first QUEUE_COUNTERS must be zero before the first kernel."""
     scratch_floats: int
-    """fp32 elements of `scratch`, 0: pass null."""
+    """fp32 elements of `scratch`; 0: pass null."""
 
 
 def status_size() -> int:
-    """int64 words of `status`; all zero before the first call."""
+    """int64 words of `status`, which must all be zero before the first call."""
     return len(MISTAKES) * len(STATUS_WORDS)
 
 
@@ -74,37 +74,37 @@ def widest_pooled(plan: Plan) -> int:
 
 
 def scratch_width(plan: Plan) -> int:
-    """Floats that a unit of a long bag leaves in scratch: the widest pooled row, the winners of the widest row
-    that is selected if a backward will come, and weight or count."""
+    """Floats that a unit of a long bag writes to scratch: the widest pooled row, the winners of the widest row that is
+    selected if a backward will follow, and weight or count."""
     selected = (g.bucket.dim for g in geometry_of(plan) if g.bucket.pooling.selects)
     return widest_pooled(plan) + (max(selected, default=0) if trains(plan) else 0) + 1
 
 
 def main_symbols(plan: Plan) -> tuple[str, ...]:
-    """One symbol a register class."""
+    """The symbols of the main kernels, one per register class."""
     return (plan.symbol, f"{plan.symbol}_wide")[: len(register_classes(geometry_of(plan)))]
 
 
 def long_symbols(plan: Plan) -> tuple[str, str]:
-    """The kernels of long bags: units, then the merge."""
+    """The symbols of the kernels for long bags: units, then the merge."""
     return f"{plan.symbol}_long", f"{plan.symbol}_merge"
 
 
 @dataclass(frozen=True)
 class BlockRange:
-    """One bucket's blocks as a function of the batch: the device's chain of comparisons counts the same."""
+    """The number of a bucket's blocks as a function of the batch. Comparisons in the kernel give the same number."""
 
     shape: Shape
-    """Of its features' results."""
+    """The shape of its features' results."""
     factor: int
-    """Blocks a run: tiles, times features where these are all cut alike."""
+    """Blocks per run: tiles, multiplied by the number of features if all of them are cut in the same way."""
     min_run: int
     run: int
     hotness: tuple[int, ...]
-    """Of its features whose rows lie side by side."""
+    """The hotness of each of its `concat` features."""
 
     def blocks(self, batch: int, num_values: int) -> int:
-        """Blocks for a batch of that many samples and ids."""
+        """The number of blocks for a batch of `batch` samples and `num_values` ids."""
         if self.shape is Shape.SEQUENCE:
             return self.factor * -(-max(num_values, 1) // self.run)
         if self.shape is Shape.CONCAT:
@@ -114,16 +114,16 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """All that a plan's launches have in common, so that a call takes a few divisions."""
+    """All that the launches of a plan have in common, so that a call takes only a few divisions."""
 
     block: int
     kernels: tuple[tuple[str, tuple[BlockRange, ...]], ...]
-    """Symbol and bucket ranges of each main kernel."""
+    """The symbol and the ranges of blocks of each main kernel."""
     long_symbols: tuple[str, str] | None
     """The kernels of long bags, if the plan pools at all."""
     long_bag: int
     long_shared: int
-    """Bytes of dynamic shared memory of the first of them; no other kernel has any."""
+    """Bytes of dynamic shared memory of the first kernel for long bags. No other kernel has any."""
     scratch_width: int
 
     @property
@@ -132,12 +132,12 @@ class LaunchShape:
         return (*(symbol for symbol, _ in self.kernels), *(self.long_symbols or ()))
 
     def shared_of(self, symbol: str) -> int:
-        """Bytes of dynamic shared memory that a block of that kernel is given."""
+        """Bytes of dynamic shared memory per block of that kernel."""
         return self.long_shared if self.long_symbols and symbol == self.long_symbols[0] else 0
 
 
 def shape_of(plan: Plan) -> LaunchShape:
-    """What launches of the plan have in common."""
+    """What all launches of the plan have in common."""
     params, geometry = cuda_params(plan), geometry_of(plan)
     return LaunchShape(
         block=params.block,
@@ -153,7 +153,7 @@ def shape_of(plan: Plan) -> LaunchShape:
 
 
 def range_of(g: BucketGeometry) -> BlockRange:
-    """The blocks of a bucket."""
+    """The range of blocks of a bucket."""
     features = g.bucket.features
     shape = g.bucket.pooling.shape
     hotness = tuple(f.feature.slots for f in features) if shape is Shape.CONCAT else ()
@@ -161,7 +161,7 @@ def range_of(g: BucketGeometry) -> BlockRange:
 
 
 def launch_of(shape: LaunchShape, batch: int, num_values: int) -> ForwardLaunch:
-    """What to launch for a batch of that many samples and ids. Kernels without work are left out."""
+    """What to launch for a batch of `batch` samples and `num_values` ids. Kernels without work are left out."""
     if batch == 0:
         return ForwardLaunch((), 0, 0)
     kernels = [

@@ -11,14 +11,14 @@ from embforge.codegen.targets.compiler_log import numbered_log
 from embforge.codegen.targets.cuda.packages import cuda_module
 
 FLAGS: dict[str, Any] = {"std": "c++17", "fma": False, "lineinfo": True}
-"""Contraction off, no fast math: part of the semantics. Line numbers serve profilers and our own figures."""
+"""Contraction and fast math are off: this is part of the semantics. Profilers and our own counts use line numbers."""
 CONTEXT_LINES = 3
 
 
 def compile_cubin(source: Path, arch: str) -> bytes:
     """The cubin of a source file for one architecture.
 
-    `CompileError`: NVRTC refused it; the message holds its log beside numbered source lines and the file's path.
+    `CompileError`: NVRTC refused it; the message holds its log, the source lines that it names and the file's path.
     `ToolchainError`: the cuda packages are not installed.
     """
     core = cuda_core()
@@ -29,7 +29,7 @@ def compile_cubin(source: Path, arch: str) -> bytes:
     program = core.Program(text, "c++", options)
     try:
         return bytes(program.compile("cubin").code)
-    except Exception as error:  # cuda.core's NVRTCError is not public; anything else is told by its own message
+    except Exception as error:  # cuda.core's NVRTCError is not public; other errors are raised as they are
         if "NVRTC" not in type(error).__name__:
             raise
         log = numbered_log(str(error).replace(name, str(source)), text, str(source), CONTEXT_LINES)
@@ -39,16 +39,16 @@ def compile_cubin(source: Path, arch: str) -> bytes:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Major and minor version of the NVRTC in use. `ToolchainError` without one."""
+    """Major and minor version of the NVRTC in use. `ToolchainError` if there is none."""
     error, major, minor = cuda_module("cuda.bindings.nvrtc").nvrtcVersion()
     if int(error) != 0:
-        raise ToolchainError(f"NVRTC does not tell its version ({error}); reinstall nvidia-cuda-nvrtc")
+        raise ToolchainError(f"NVRTC does not report its version ({error}); reinstall nvidia-cuda-nvrtc")
     return int(major), int(minor)
 
 
 def nvrtc_fingerprint(arch: str) -> dict[str, str]:
-    """Labelled facts that decide a cubin beside its source."""
-    # The wheels' versions, because asking NVRTC itself would load it: half a second before a look into the cache.
+    """Labelled facts that decide a cubin in addition to its source."""
+    # The versions of wheels: to ask NVRTC itself would load it, which takes half a second before every cache lookup.
     compiler = package_version("nvidia-cuda-nvrtc") or "{}.{}".format(*nvrtc_version())
     headers = package_version("nvidia-cuda-runtime") or "of the compiler"
     return {
@@ -60,16 +60,16 @@ def nvrtc_fingerprint(arch: str) -> dict[str, str]:
 
 
 def installed_nvrtc() -> tuple[int, int] | None:
-    """Major and minor version of the NVRTC package, without loading it; None where there is none to ask."""
-    found = package_version("nvidia-cuda-nvrtc") or package_version("nvidia-cuda-nvrtc-cu12")
-    if found is None:
+    """Major and minor version of the NVRTC package, without loading it; None if it is not installed."""
+    version = package_version("nvidia-cuda-nvrtc") or package_version("nvidia-cuda-nvrtc-cu12")
+    if version is None:
         return None
-    major, minor = (int(part) for part in found.split(".")[:2])
+    major, minor = (int(part) for part in version.split(".")[:2])
     return major, minor
 
 
 def check_driver(driver_version: tuple[int, int], compiler_version: tuple[int, int]) -> None:
-    """`ToolchainError` if this driver cannot load this NVRTC's cubins: its major must not exceed the driver's."""
+    """`ToolchainError` if the driver cannot load cubins of this NVRTC, whose major version exceeds the driver's."""
     driver, compiler = driver_version[0], compiler_version[0]
     if compiler > driver:
         raise ToolchainError(

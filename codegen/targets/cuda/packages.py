@@ -10,7 +10,7 @@ from embforge.codegen.errors import ToolchainError
 
 INSTALL = "pip install 'embforge[cuda]' (from a clone: pip install '.[cuda]')"
 _IMPORTING = Lock()
-"""cuda.core imports itself in circles: a second thread that imports it meanwhile gets half of it."""
+"""cuda.core has circular imports: a second thread that imports it at the same time would get half of it."""
 
 
 def cuda_module(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What `cuda/resolve/resolve.cu.j2` says of a plan, the step that turns ids into rows, and what a call launches."""
+"""The facts of `cuda/resolve/resolve.cu.j2`, the step that turns ids into rows, and what a call of it launches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from embforge.codegen.targets.cuda.launch import KernelLaunch
 THREADS = 256
 IDS_PER_THREAD = 4
 MIN_BLOCKS = 4
-"""Blocks that a multiprocessor holds at least: 4 reads of remaps per thread fill its memory pipeline."""
+"""The least number of blocks per multiprocessor: 4 reads of remaps per thread fill its memory pipeline."""
 FEATURE_RECORD = 16
 CONSTANT_MEMORY = 60 * 1024
 
 
 def resolve_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/resolve/resolve.cu.j2` names."""
+    """Everything that `cuda/resolve/resolve.cu.j2` names."""
     fits = FEATURE_RECORD * len(plan.spec.features) <= CONSTANT_MEMORY
     return {
         "symbol": plan.symbol,
@@ -35,5 +35,5 @@ def resolve_facts(plan: Plan) -> dict[str, Any]:
 
 
 def resolve_launch(plan: Plan, num_values: int) -> KernelLaunch:
-    """The launch for a batch of so many ids, at least one."""
+    """The launch for a batch of `num_values` ids, which must be at least one."""
     return KernelLaunch(plan.symbol, -(-num_values // (THREADS * IDS_PER_THREAD)), THREADS, 0)

@@ -1,6 +1,7 @@
-"""What a cubin says about its kernels: registers, shared memory, occupancy, local memory, bytes in flight.
+"""The resources of the kernels in a cubin: registers, shared memory, occupancy, local memory, bytes in flight.
 
-Read off the machine code, not off what was asked of the compiler. Slow (two tools run), so only manifests ask for it.
+They are read from the machine code, not from what the compiler was asked for. This is slow, because it runs two tools,
+so only manifests have it.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ LINE = re.compile(r'//## File "[^"]*", line (\d+)')
 FUNCTION = re.compile(r"^\.text\.(\w+):")
 LABEL = re.compile(r"^\s*\.L\w*:")
 ENDS = ("EXIT", "RET", "BRA", "BRX", "JMP", "BAR", "WARPSYNC", "BSYNC")
-"""Instructions past which loads are not counted together, because others may come between."""
+"""Instructions after which loads are not counted together with those before, because others may come between them."""
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*)")
 
 
 @dataclass
 class LoadGroup:
-    """Row loads that are all under way before any of their results is used."""
+    """Row loads that are all in flight before any of their results is used."""
 
     struct: str | None
-    """The bucket (or kind of long bag) whose loop they are in, by its name in the source."""
+    """The bucket (or kind of long bag) whose loop the loads are in, by its name in the source."""
     widths: list[int] = field(default_factory=list)
     registers: set[int] = field(default_factory=set)
 
@@ -55,10 +56,11 @@ class KernelCode:
 
 
 def kernel_resources(plan: KernelPlan, source: str, binary: bytes) -> list[dict[str, Any]]:
-    """Per kernel symbol: what it takes and what it keeps in flight. `source` is the text the binary was made from.
+    """The resources of each kernel, and what it keeps in flight. `source` is the text that the binary was made from.
 
-    `bytes_in_flight`: loads before the first use of a result, times the threads that a multiprocessor holds and that
-    have a row to load; the least over the loops of buckets whose rows have 64 bytes or more, None without such a loop.
+    `bytes_in_flight`: bytes that are loaded before the first use of a result, times the threads that a multiprocessor
+    holds and that have a row to load; the least over the loops of buckets whose rows have 64 bytes or more, None if
+    there is no such loop.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.cubin"
@@ -69,9 +71,10 @@ def kernel_resources(plan: KernelPlan, source: str, binary: bytes) -> list[dict[
 
 
 def read_code(sass: str, source: str) -> dict[str, KernelCode]:
-    """Counts a disassembly with line information, per kernel.
+    """What a disassembly with line information has for each kernel.
 
-    A row load is one that comes from a `load_row` of the source; its bucket is named where its loop was inlined.
+    A row load is a load that comes from a `load_row` of the source. Its bucket is named in the call whose loop was
+    inlined.
     """
     lines = source.splitlines()
     starts = [number for number, line in enumerate(lines, 1) if LOAD_FUNCTION in line]
@@ -82,14 +85,14 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
     ended = False
     group: LoadGroup | None = None
     for text in sass.splitlines():
-        if found := FUNCTION.match(text):
-            kernel, chain, group = kernels.setdefault(found[1], KernelCode()), [], None
-        elif found := LINE.search(text):
-            chain = [int(found[1])] if ended else [*chain, int(found[1])]
+        if match := FUNCTION.match(text):
+            kernel, chain, group = kernels.setdefault(match[1], KernelCode()), [], None
+        elif match := LINE.search(text):
+            chain = [int(match[1])] if ended else [*chain, int(match[1])]
             ended = False
-        elif found := INSTRUCTION.match(text):
+        elif match := INSTRUCTION.match(text):
             ended = True
-            opcode, operands = found[2], found[3]
+            opcode, operands = match[2], match[3]
             if opcode.startswith(("LDL", "STL")):
                 kernel.local_instructions += 1
                 kernel.local_store_bytes += _width(opcode) if opcode.startswith("STL") else 0
@@ -110,7 +113,7 @@ def read_code(sass: str, source: str) -> dict[str, KernelCode]:
 
 def _figures(plan: KernelPlan, symbol: str, registers: int, shared: int, code: KernelCode) -> dict[str, Any]:
     arch, threads = arch_named(plan.arch), _threads(plan)
-    shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from there on
+    shared -= arch.shared_reserved if arch.number >= 90 and shared else 0  # cuobjdump counts it from sm_90 on
     use: dict[str | None, tuple[int, float]] = {None: (0, 1.0)}
     if isinstance(plan, Plan) and plan.op.startswith("forward"):
         shared += shape_of(plan).shared_of(symbol)
@@ -134,7 +137,7 @@ def _figures(plan: KernelPlan, symbol: str, registers: int, shared: int, code: K
 
 
 def _threads(plan: KernelPlan) -> int:
-    """Threads of a block."""
+    """Threads per block."""
     if not isinstance(plan, Plan):
         return stages.THREADS
     if plan.op == "resolve":
@@ -143,27 +146,27 @@ def _threads(plan: KernelPlan) -> int:
 
 
 def _use(plan: Plan) -> dict[str | None, tuple[int, float]]:
-    """Of each loop in the source: the bytes of a row, and the share of a block's threads that load.
+    """For each loop in the source: the bytes of a row, and the share of a block's threads that load.
 
-    Of buckets that share a loop the one with the least share counts, among those with big rows if there are any.
+    If buckets share a loop, that with the least share counts, among those with big rows if there are any.
     """
     geometry = geometry_of(plan)
     long = long_geometry(plan, geometry)
-    found: dict[str | None, tuple[int, float]] = {g.name: (g.bucket.row_bytes, g.use) for g in geometry}
+    use: dict[str | None, tuple[int, float]] = {g.name: (g.bucket.row_bytes, g.use) for g in geometry}
     for kind in long.kinds:
         big = [g for g in kind.members if g.bucket.row_bytes >= BIG_ROW] or kind.members
         worst = min(big, key=lambda g: g.use_of(long.chunks))
-        found[kind.name] = worst.bucket.row_bytes, worst.use_of(long.chunks)
-    return found
+        use[kind.name] = worst.bucket.row_bytes, worst.use_of(long.chunks)
+    return use
 
 
 def _backward_use(plan: Plan) -> dict[str | None, tuple[int, float]]:
-    """Of each bucket's loops: the bytes of a gradient, and the share of a warp's lanes that load."""
+    """For each bucket's loops: the bytes of a gradient, and the share of a warp's lanes that load."""
     return {b.name: (b.item_bytes, b.use) for b in row_buckets(plan)}
 
 
 def _results(opcode: str, operands: str) -> set[int]:
-    """Registers that a load fills. A load of 32 bytes names two quads."""
+    """The registers that a load fills. A load of 32 bytes names two groups of four."""
     named = [int(n) for n in re.findall(r"\bR(\d+)\b", operands.split("[")[0])]
     each = max(1, _width(opcode) // 4 // len(named))
     return {first + k for first in named for k in range(each)}
@@ -178,8 +181,8 @@ def _width(opcode: str) -> int:
 
 
 def _usage(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    for found in re.finditer(r"Function (\w+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+)", text):
-        yield found[1], (int(found[2]), int(found[3]))
+    for match in re.finditer(r"Function (\w+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+)", text):
+        yield match[1], (int(match[2]), int(match[3]))
 
 
 def _run(tool: str, *arguments: str) -> str:
@@ -187,7 +190,7 @@ def _run(tool: str, *arguments: str) -> str:
     path = cuda_module("cuda.pathfinder").find_nvidia_binary_utility(tool)
     remedy = f"install nvidia-cuda-{tool}, which comes with the extra: {INSTALL}"
     if path is None:
-        raise ToolchainError(f"{tool} is not on this machine, and register figures are read with it; {remedy}")
+        raise ToolchainError(f"{tool} is not on this machine, but is needed to count registers; {remedy}")
     done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ToolchainError(f"{path} failed: {done.stderr.strip() or done.stdout.strip()}; {remedy}")

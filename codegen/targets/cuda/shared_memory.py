@@ -1,4 +1,4 @@
-"""Shared memory of the kernels of a CUDA backward: how much a block takes, and whether it may."""
+"""Shared memory of the kernels of a CUDA backward: how much a block needs, and whether that is allowed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from embforge.codegen.targets.cuda.arch import MAX_STATIC_SHARED, WARP
 from embforge.codegen.targets.cuda.backward_geometry import RowBucket, backward_params, row_buckets, sums_rows
 
 SCALARS = 32
-"""Bytes of a stage's single numbers and of what aligns them, at most."""
+"""Bytes of the single numbers in a structure and of the padding that aligns them, at most."""
 
 
 def check_shared(plan: Plan) -> None:
-    """`PlanError` if a block of one of the plan's kernels takes more shared memory than there is."""
+    """`PlanError` if a block of one of the plan's kernels needs more shared memory than there is."""
     need = shared_bytes(plan)
     if need <= MAX_STATIC_SHARED:
         return
@@ -27,19 +27,19 @@ def check_shared(plan: Plan) -> None:
 
 
 def shared_bytes(plan: Plan) -> int:
-    """Bytes of the kernel that takes the most: at least what its structures of the template have."""
+    """Bytes of shared memory of the kernel that needs the most: at least the size of the structures in its template."""
     if plan.op == "weight_gradient":
         block = backward_params(plan).block
         dots = 4 * block + _sums(plan) + _sequences(plan)
         return SCALARS + max(dots, 8 * block)
-    per_bucket = 12 if plan.update is not None else 20  # a share and a first run; a reduction's place of gradients
+    per_bucket = 12 if plan.update is not None else 20  # a share and a first run; in a reduction also a position
     scalars = 0 if plan.update is None else 4 * len(rule_facts(plan.update)["rule"]["scalar_fields"])
     rows = per_bucket * (len(row_buckets(plan)) + 1) + scalars + _sums(plan)
     return SCALARS + max(rows, _sequences(plan))
 
 
 def _sums(plan: Plan) -> int:
-    """The size of the struct SumStage: a block's terms, and the interleaved sums of its rows."""
+    """Bytes of the struct SumStage: the terms of a block, and the interleaved sums of its rows."""
     if not sums_rows(plan):
         return 0
     buckets: tuple[RowBucket, ...] = row_buckets(plan)
@@ -51,5 +51,5 @@ def _sums(plan: Plan) -> int:
 
 
 def _sequences(plan: Plan) -> int:
-    """The size of the struct Sequences: begin, size and place of every `none` feature."""
+    """Bytes of the struct Sequences: the begin, the size and the position of every `none` feature."""
     return 24 * len(plan.layout.sequence_features)

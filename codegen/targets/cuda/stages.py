@@ -1,4 +1,4 @@
-"""What `cuda/stages/stages.cu.j2` says of a plan of the stages between ranks: kernels and their arguments."""
+"""The facts of `cuda/stages/stages.cu.j2`: the kernels of the stages between ranks, and their arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from embforge.codegen.targets.cuda.arch import arch_named
 from embforge.codegen.targets.cuda.formats import format_facts, rounding
 
 THREADS = 128
-"""Of a block of any stage."""
+"""Threads per block, in every stage."""
 COUNTERS = 1024
-"""Of a warp that deals out ids of pooled features: so many (shard, sample)s at once."""
+"""Counters of a warp that distributes ids of pooled features: how many pairs of shard and sample it handles at once."""
 SAMPLES = 32
-"""Of a block that pools, or spreads gradients."""
+"""Samples per block that pools or that spreads gradients."""
 ROW_BITS = 42
-"""Of a key: of a sequence's id or, but for the first, of a bag's only id; the stream has the others but the sign's."""
+"""How many bits of a key hold a row. The key of an id of a sequence has its row
+there; the key of a pool has a row with one bit less, because the highest marks
+pools that no bags share. The other bits, except for the sign, hold the stream."""
 MOST_STREAMS = 2 ** (63 - ROW_BITS) - 2
+"""The most streams for which keys have bits."""
 
 KERNELS: dict[str, dict[str, str]] = {
     "count": {
@@ -45,7 +48,7 @@ KERNELS: dict[str, dict[str, str]] = {
     "pack": {"rows": "pack_rows"},
     "unpack": {"rows": "unpack_rows"},
 }
-"""By stage its kernels, in the order of their launches, and the function that each of them is."""
+"""The kernels of each stage, in the order of their launches, and the function that each of them calls."""
 
 
 def symbol_of(plan: StagePlan, stage: str, kernel: str) -> str:
@@ -54,13 +57,13 @@ def symbol_of(plan: StagePlan, stage: str, kernel: str) -> str:
 
 
 def stage_facts(plan: StagePlan) -> dict[str, Any]:
-    """Everything `cuda/stages/stages.cu.j2` names."""
+    """Everything that `cuda/stages/stages.cu.j2` names."""
     arch = arch_named(plan.arch)
     formats = {plan.wire_dtype, plan.gradient_dtype, plan.output_dtype}
     narrow = {form.name: rounding(form.name, arch) for form in narrow_floats(formats)}
     return {
         **head_facts(plan, STAGE_NOTES),
-        # Of the primitives and numbers that all kernels share.
+        # For the primitives and numbers that all CUDA sources share.
         "load_hint": "",
         "load_bytes": [16, 8, 4, 2],
         **format_facts(formats | {"fp32"}, arch, written=formats, packed=[form.name for form in PACKED]),

@@ -1,4 +1,4 @@
-"""What the CUDA template of the gradient of per-sample weights states about a plan, and what a call of it launches."""
+"""The facts of the CUDA source for the gradient of per-sample weights, and what a call of it launches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from embforge.codegen.targets.cuda.launch import KernelLaunch
 from embforge.codegen.targets.cuda.shared_memory import check_shared
 
 KERNELS = ("dots", "shares")
-"""In the order of their launches; the second only if a weighted feature divides."""
+"""The kernels in the order of their launches. The second is launched only if a weighted feature divides."""
 
 
 def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
-    """Everything `cuda/backward/weight_gradient.cu.j2` names. `PlanError` if there are no weights, or no room."""
+    """Everything that `cuda/backward/weight_gradient.cu.j2` names. `PlanError` if no feature is weighted, or if there
+    is not enough shared memory."""
     buckets = _buckets(plan)
     if not buckets:
         raise PlanError(f"plan field op={plan.op!r} does not fit a collection without a weighted feature")
@@ -52,12 +53,12 @@ def weight_gradient_facts(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WeightsShape:
-    """All that a plan's launches have in common."""
+    """All that the launches of a plan have in common."""
 
     symbol: str
     block: int
     divided: int
-    """Weighted features that divide."""
+    """How many weighted features divide."""
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ class WeightsShape:
         return tuple(symbol_of(self.symbol, name) for name in KERNELS[: 2 if self.divided else 1])
 
     def launches(self, batch: int, num_values: int) -> tuple[KernelLaunch, ...]:
-        """What to launch for a batch of that many samples and ids."""
+        """What to launch for a batch of `batch` samples and `num_values` ids."""
         work = (num_values, self.divided * batch)
         return tuple(
             KernelLaunch(symbol, max(1, -(-size // self.block)), self.block, 0)
@@ -74,7 +75,7 @@ class WeightsShape:
 
 
 def weights_shape(plan: Plan) -> WeightsShape:
-    """What launches of the plan have in common."""
+    """What all launches of the plan have in common."""
     return WeightsShape(plan.symbol, backward_params(plan).block, len(_divided(plan)))
 
 
@@ -83,5 +84,5 @@ def _divided(plan: Plan) -> list[int]:
 
 
 def _buckets(plan: Plan) -> tuple[RowBucket, ...]:
-    """Those that a weighted feature looks up."""
+    """The buckets in which a weighted feature looks up rows."""
     return tuple(b for b in row_buckets(plan) if b.weighted)

@@ -1,7 +1,7 @@
-"""CUDA text -> C++ source of a SIMT image: the same lines under the same names, but for what only a GPU understands.
+"""Turns CUDA text into the C++ source of a SIMT image: the same lines, except for what only a GPU understands.
 
-Any CUDA text will do, generated or written by hand. Every line but those of the primitives section keeps its file name
-and number, so that what the executor and a compiler say about a place is true of the text that NVRTC compiles.
+Any CUDA text will do, generated or written by hand. Every line outside of the primitives section keeps its file name
+and number, so that lines named by the executor or by a compiler are lines of the text that NVRTC compiles.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 
 PRIMITIVES = ("// ==== primitives", "// ==== end of primitives")
-"""The lines that enclose what the executor replaces by its own `primitives.h`, if the text has such a section."""
+"""The lines around the section that the executor replaces by its own `primitives.h`, if the text has one."""
 MOST_THREADS = "1024"
-"""A block of a kernel without launch bounds."""
+"""The most threads per block of a kernel without launch bounds."""
 
 _NOT_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.DOTALL)
 _STEP = re.compile(
@@ -31,7 +31,7 @@ class KernelText:
     namespace: str
     """`embforge`, `a::b` or empty."""
     max_threads: str
-    """The first of its launch bounds, a C++ expression that means something in its namespace."""
+    """The first of its launch bounds: a C++ expression that is valid in its namespace."""
 
     @property
     def qualified(self) -> str:
@@ -39,10 +39,11 @@ class KernelText:
 
 
 def kernels_in(text: str) -> tuple[KernelText, ...]:
-    """The kernels that a text defines, in its order. Templates are none: nothing can launch them by name."""
-    code = _NOT_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    """The kernels that a text defines, in its order. Templates
+    do not count, because they cannot be launched by name."""
+    code = _NOT_CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     scopes: list[str | None] = []
-    found: dict[str, KernelText] = {}
+    kernels: dict[str, KernelText] = {}
     is_template = False
     for step in _STEP.finditer(code):
         if step["namespace"]:
@@ -57,13 +58,14 @@ def kernels_in(text: str) -> tuple[KernelText, ...]:
                 namespace = "::".join(scope for scope in scopes if scope)
                 bounds = kernel["bounds"]
                 threads = _first_argument(bounds[1:-1]) if bounds else MOST_THREADS
-                found[kernel["name"]] = KernelText(kernel["name"], namespace, threads)
+                kernels[kernel["name"]] = KernelText(kernel["name"], namespace, threads)
         is_template = bool(step["template"])
-    return tuple(found.values())
+    return tuple(kernels.values())
 
 
 def image_source(text: str, name: str, arch: str) -> str:
-    """The image's C++ source. `name` is the file that its lines are said to come from, e.g. `<uri>.cu`."""
+    """The C++ source of an image. `name` is the name of the
+    file that messages about its lines give, e.g. `<uri>.cu`."""
     lines, begin, end = text.split("\n"), *_primitives(text)
     body = [f'#line 1 "{name}"', *lines[:begin]]
     if end > begin:
@@ -80,14 +82,15 @@ def image_source(text: str, name: str, arch: str) -> str:
 
 
 def device_code(text: str) -> str:
-    """The text without its head comment and its primitives: what the executor runs, whatever they say."""
+    """The text without its head comment and its primitives: all that the executor runs."""
     begin, end = _primitives(text)
     lines = text.split("\n")
     return "\n".join(lines[end:] if end > begin else lines)
 
 
 def _primitives(text: str) -> tuple[int, int]:
-    """The section's first line and the line behind it, counted from 0; all lines and none if there is no section."""
+    """The first line of the section and the line after it, counted
+    from 0. If there is no section, both are after the last line."""
     lines = text.split("\n")
     begin, end = (next((i for i, line in enumerate(lines) if line.startswith(m)), len(lines)) for m in PRIMITIVES)
     return (begin, end + 1) if end < len(lines) else (len(lines), len(lines))
@@ -99,8 +102,8 @@ def _in_namespace(kernel: KernelText, statement: str) -> str:
 
 def _first_argument(arguments: str) -> str:
     depth = 0
-    for place, letter in enumerate(arguments):
+    for index, letter in enumerate(arguments):
         depth += (letter in "(<[{") - (letter in ")>]}")
         if letter == "," and depth == 0:
-            return arguments[:place].strip()
+            return arguments[:index].strip()
     return arguments.strip()

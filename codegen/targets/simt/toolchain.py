@@ -33,9 +33,9 @@ P = TypeVar("P", bound=KernelPlan)
 
 SYSTEMS = ("linux",)
 PROCESSORS = ("x86_64", "aarch64")
-"""What the executor's fibres are written for."""
+"""The processors for which the executor has fibres."""
 OLDEST_GCC = 11
-"""The first that tells volatile accesses from others: tsan-distinguish-volatile."""
+"""The first version that distinguishes volatile accesses from others (tsan-distinguish-volatile)."""
 
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing")
 RUNTIME_FLAGS = (*COMMON, "-O2")
@@ -43,7 +43,7 @@ IMAGE_FLAGS = (
     *COMMON,
     "-O1",
     "-g1",
-    # Every access to memory and every block of code calls the executor, which has these functions instead of a library.
+    # Every access to memory and every basic block calls a function of the executor, not of the sanitizer's library.
     "-fsanitize=thread",
     "-fsanitize-coverage=trace-pc",
     "-fsanitize=bounds,alignment,integer-divide-by-zero",
@@ -51,7 +51,8 @@ IMAGE_FLAGS = (
     "-fstack-clash-protection",
     "--param",
     "tsan-distinguish-volatile=1",
-    # Blocks in the order of the source: lanes of a warp that went different ways meet again where the source does.
+    # Keep basic blocks in the order of the source: lanes of a warp that took different branches meet again where the
+    # branches of the source end.
     "-fno-reorder-blocks",
     "-fno-reorder-blocks-and-partition",
     "-fno-crossjumping",
@@ -59,27 +60,28 @@ IMAGE_FLAGS = (
     "-fno-tree-ch",
     "-fno-thread-jumps",
     "-fno-tree-dominator-opts",
-    # Shared variables lie in the order of the source, each behind the gap that marks its begin.
+    # Keep shared variables in the order of the source, each after the gap that marks its begin.
     "-fno-toplevel-reorder",
 )
 LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-Wl,--build-id=none")
 
 
 def twin_of(plan: P) -> P:
-    """The plan whose text the plan runs: symbols, grids and buffers are the twin's too."""
+    """The plan that a plan emulates: it runs the twin's text with the twin's symbols, grids and buffers."""
     return plan.on(target_named(plan.target).text_of)
 
 
 def compile_image(text: str, name: str, arch: str = DEFAULT_ARCH) -> bytes:
-    """The image of any CUDA text. `name` is the file that places in it are said to be in, `arch` what it may ask for.
+    """The image of any CUDA text.
 
-    `CompileError` shows the compiler's log beside numbered lines; `ToolchainError` if there is no compiler, no CUDA
-    headers, or the executor does not run on this machine.
+    `name`: the name of the file that messages about its lines give. `arch`: the architecture that the image reports.
+    `CompileError` shows the compiler's log and numbered lines. `ToolchainError`: there is no compiler, there are no
+    CUDA headers, or the executor does not run on this machine.
     """
     compiler = _compiler()
     runtime = _runtime(compiler)
     with _workplace() as directory:
-        # The file is called what its lines are said to be from: addr2line mixes the two names up.
+        # The file has the name that its lines are said to come from, because addr2line confuses different names.
         (directory / name).write_text(image_source(text, name, arch), encoding="utf-8")
         flags = [*IMAGE_FLAGS, *_paths(directory)]
         _run(compiler, [*flags, "-x", "c++", "-c", name, "-o", "image.o"], directory, text, name)
@@ -88,7 +90,7 @@ def compile_image(text: str, name: str, arch: str = DEFAULT_ARCH) -> bytes:
 
 
 def image_fingerprint(arch: str) -> dict[str, str]:
-    """Labelled facts that decide an image beside its text."""
+    """Labelled facts that decide an image in addition to its text."""
     compiler = _compiler()
     flags = [*compiler.command[1:], *IMAGE_FLAGS, *LINK_FLAGS]
     return {"arch": arch, "flags": " ".join(flags), **_runtime_fields(compiler)}
@@ -106,7 +108,7 @@ def _compiler() -> Compiler:
             f"target simt needs g++, whose checks it is built on, and found {compiler.version}; install g++, or set "
             "CXX=g++ if it is installed"
         )
-    number = re.search(r"\)\s+(\d+)\.", compiler.version)  # g++ (whose) 12.2.0
+    number = re.search(r"\)\s+(\d+)\.", compiler.version)  # g++ (vendor) 12.2.0
     if number and int(number[1]) < OLDEST_GCC:
         raise ToolchainError(
             f"target simt needs g++ {OLDEST_GCC} or newer, and found {compiler.version}; install a newer one, or set "
@@ -117,7 +119,7 @@ def _compiler() -> Compiler:
 
 @contextmanager
 def _workplace() -> Iterator[Path]:
-    """A directory to compile in, with links to the headers: by them no path of this machine gets into a binary."""
+    """A directory to compile in, with links to the headers, so that no path of this machine gets into a binary."""
     with tempfile.TemporaryDirectory(prefix="embforge-") as scratch:
         directory = Path(scratch)
         (directory / "simt").symlink_to(_simt_directory().absolute())

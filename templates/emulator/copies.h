@@ -1,5 +1,5 @@
-// Copies by library functions, which the compiler does not watch: an image calls the executor's instead. This has to be
-// said before any other header declares them.
+// Library functions that copy. The compiler does not instrument them, so an image calls functions of the executor
+// instead. These declarations have to come before those of any other header.
 #pragma once
 
 #include <cstddef>

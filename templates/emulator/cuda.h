@@ -1,4 +1,5 @@
-// The CUDA language for a host compiler: what device code may name, given by the executor or by plain C++.
+// The CUDA language for a host compiler: everything that device
+// code may name, by functions of the executor or plain C++.
 #pragma once
 
 #include "copies.h"
@@ -35,7 +36,7 @@ struct Entry<FUNCTION> {
 
     template <size_t... I>
     __attribute__((no_sanitize_thread, noinline)) static void spread(void** arguments, std::index_sequence<I...>) {
-        void (*volatile function)(A...) = FUNCTION;  // else it is inlined here, without the checks
+        void (*volatile function)(A...) = FUNCTION;  // prevents that it is inlined here, without the checks
         function(*static_cast<std::remove_cv_t<A>*>(arguments[I])...);
     }
     static void call(void** arguments) { spread(arguments, std::index_sequence_for<A...>{}); }
@@ -71,7 +72,7 @@ inline T read(const T* address) {
     return value;
 }
 
-// An atomic operation: `change` makes the new value of the old one.
+// An atomic operation: `change` computes the new value from the old one.
 template <class T, class Change>
 inline T atomic(T* address, const Change& change, bool exchange = false) {
     T old;
@@ -104,7 +105,7 @@ inline void __threadfence_system() {}
 // ---- warps --------------------------------------------------------------------------------------------------------
 
 namespace simt {
-// Default arguments of what the macros below pass on.
+// Warp operations at a line of the source, with their default arguments, for the macros below.
 struct Here {
     uint32_t line;
     void sync(uint32_t mask = 0xffffffffu) const { warp(WarpOp::SYNC, mask, 0, 0, 32, line); }

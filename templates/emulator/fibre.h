@@ -1,4 +1,4 @@
-// A thread of a block is a fibre: a stack of its own, and a switch that costs a few nanoseconds.
+// A thread of a block is a fibre, which has a stack of its own. To switch to another fibre takes a few nanoseconds.
 #pragma once
 
 #include <sys/mman.h>
@@ -15,7 +15,7 @@
 namespace simt {
 
 constexpr size_t STACK_BYTES = 1024 * 1024;
-constexpr size_t STACK_RESERVE = 64 * 1024;  // for what the executor itself does on it
+constexpr size_t STACK_RESERVE = 64 * 1024;  // bytes of each stack for the executor itself
 
 #ifdef SIMT_UCONTEXT
 
@@ -35,7 +35,8 @@ inline void make_context(Context& context, char* stack, void (*entry)()) {
 
 #else
 
-// swapcontext asks the kernel for the signal mask at every switch; this keeps what the calling convention says.
+// swapcontext asks the kernel for the signal mask at every switch; this only keeps the registers that the calling
+// convention says must be kept.
 extern "C" void simt_switch(void** from, void* to);
 asm(R"(
     .text
@@ -77,7 +78,8 @@ inline void make_context(Context& context, char* stack, void (*entry)()) {
 
 #endif
 
-// Stacks of all threads of a block, below each a page that nobody may touch. Memory is used as it is touched.
+// Allocates the stacks of all threads of a block, with a page below each that must not be touched. The system provides
+// memory for pages when they are first used.
 inline char* allocate_stacks(size_t count) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), each = STACK_BYTES + page;
     void* memory =

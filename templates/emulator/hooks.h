@@ -1,5 +1,6 @@
-// What the compiler puts into kernels: a call in front of every access to memory (-fsanitize=thread), at the begin of
-// every basic block (-fsanitize-coverage=trace-pc) and for every index into an array of known size (-fsanitize=bounds).
+// The functions that the compiler makes kernels call: before every access to memory
+// (-fsanitize=thread), at the start of every basic block (-fsanitize-coverage=trace-pc)
+// and for every index into an array of known size (-fsanitize=bounds).
 #pragma once
 
 #include "schedule.h"
@@ -23,8 +24,8 @@ inline void enter_basic_block(uintptr_t pc) {
     if (++m.steps > m.most_steps) {
         if (!report_pending())
             report_bug(*thread, "endless", pc,
-                       "the block is not done after %llu basic blocks: an endless loop, or a wait for "
-                       "what never comes",
+                       "the block has not ended after %llu basic blocks: an endless loop, or a wait for "
+                       "something that never happens",
                        static_cast<unsigned long long>(m.most_steps));
         abandon();
     }
@@ -90,7 +91,7 @@ void __tsan_func_exit() {
 
 void __sanitizer_cov_trace_pc() { simt::enter_basic_block(SIMT_PC); }
 
-// The compiler's records beside the calls below, as far as they are read here.
+// The compiler's records that the functions below get, as far as they are read here.
 struct SimtSourceLocation {
     const char* file;
     uint32_t line, column;

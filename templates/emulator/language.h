@@ -1,4 +1,4 @@
-// CUDA's keywords. NVIDIA's own headers meet them too, so this comes before any of those.
+// CUDA's keywords. NVIDIA's own headers use them too, so this header comes before those.
 #pragma once
 
 #include "runtime.h"

@@ -1,4 +1,4 @@
-// The state of a launch: one block at a time, its threads, and what has to be known about memory.
+// The state of a launch: the block that runs, its threads, and what is known about memory.
 #pragma once
 
 #include <cstdarg>
@@ -17,12 +17,12 @@
 namespace simt {
 
 constexpr uint32_t LANES = 32, MOST_THREADS = 1024, MOST_CALLS = 48;
-constexpr uint32_t MOST_SHARED = 227 * 1024;  // of any architecture; who launches knows what the image's own has
-// Steps of a warp in lockstep in which some lane waits or ends, mostly; and fewer once it was seen to spin.
+constexpr uint32_t MOST_SHARED = 227 * 1024;  // the most of any architecture; launchers know that of the image's own
+// Steps of a warp in lockstep within which some lane usually waits or ends; fewer after the warp was seen to spin.
 constexpr uint32_t PATIENCE = 1 << 16, LITTLE_PATIENCE = 1 << 6;
 constexpr uint32_t MOST_STATIC_SHARED = 48 * 1024;
 
-// Basic blocks that a block may run for each of its threads (few threads: together): seconds, whatever it waits for.
+// The basic blocks that a block may run for each of its threads (if it has few threads: in total), which takes seconds.
 constexpr uint64_t MOST_STEPS = uint64_t{1} << 20, MOST_STEPS_OF_FEW = uint64_t{1} << 25;
 constexpr uint64_t MOST_STEPS_IN_LOCKSTEP = uint64_t{1} << 17, MOST_STEPS_OF_FEW_IN_LOCKSTEP = uint64_t{1} << 23;
 
@@ -35,14 +35,14 @@ inline bool is_strong(Kind kind) { return kind != Kind::READ && kind != Kind::WR
 
 constexpr int IN_SHARED = -1, NOWHERE = -2;
 
-// A memory instruction that a lane is about to execute; in lockstep the warp's lanes wait for each other here.
+// A memory instruction that a lane is about to execute. In lockstep, the lanes of a warp wait for each other here.
 struct Access {
     uintptr_t address;
     uint32_t bytes;
     Kind kind;
-    bool any;     // the lane stands at an access at all
+    bool any;     // whether the lane is at an access at all
     bool active;  // false: predicated off
-    int region;   // or IN_SHARED, NOWHERE
+    int region;   // the region's number, IN_SHARED or NOWHERE
 };
 
 struct Thread {
@@ -51,9 +51,9 @@ struct Thread {
     Index index;
     uint32_t number, lane, warp;
     State state;
-    uint32_t segment;  // of the thread's life between two barriers, see memory.h
+    uint32_t segment;  // the current part of the thread's life between two barriers: see memory.h
 
-    // Where it waits, and for what.
+    // Where the thread waits, and for what.
     uintptr_t pc;
     uint32_t line, mask;
     BarrierOp barrier;
@@ -61,49 +61,50 @@ struct Thread {
     uint64_t value, result;
     int source, width;
 
-    // Where it stands, for the order in lockstep: call sites from the outermost function on.
+    // Where the thread is, for the order in lockstep: call sites, from the outermost function on.
     Access access;
     uint32_t depth;
     uintptr_t calls[MOST_CALLS];
 };
 
-// An access of a byte: who, and which instruction of the image. An atomic or volatile one is marked as strong.
+// An access of a byte: the segment of a thread, and the instruction
+// in the image. Atomic and volatile accesses are STRONG.
 struct Mark {
-    uint32_t segment;  // 0: nobody
+    uint32_t segment;  // 0: there was no access
     uint32_t place;
 };
 constexpr uint32_t STRONG = uint32_t{1} << 31;
 
-// Reads of a byte that no barrier has put into the past: the first, and the last by another thread.
+// The reads of a byte since the last barrier: the first, and the last by another thread.
 struct Reads {
     Mark first, last;
 };
 
-// What is known of a range of memory, byte by byte.
+// What is known about a range of memory, byte by byte.
 struct Shadow {
     uintptr_t begin, bytes;
-    Mark* writes;  // null: nobody may write, so there is no race
+    Mark* writes;  // null: kernels may not write, so there is no race
     Reads* reads;
-    uint8_t* defined;  // null: all of it is
+    uint8_t* defined;  // null: all bytes are defined
 };
 
 struct Region {
     const char* name;
     bool writable;
-    int number;  // in the launch
+    int number;  // the position in the launch's regions
     Shadow shadow;
 };
 
-// Zeros from the system, which costs no memory until it is touched.
+// An array of zeros from the system, which takes no memory until it is used.
 template <class T>
 class Zeros {
   public:
     Zeros() = default;
     explicit Zeros(size_t count) : bytes_(count * sizeof(T)) {
         if (bytes_ == 0) return;
-        void* found = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (found == MAP_FAILED) throw std::bad_alloc();
-        data_ = static_cast<T*>(found);
+        void* pages = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (pages == MAP_FAILED) throw std::bad_alloc();
+        data_ = static_cast<T*>(pages);
     }
     Zeros(Zeros&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
@@ -133,7 +134,7 @@ struct Machine {
     const Kernel* kernel;
     SimtReport* report;
     bool failed, counting, held;
-    bool pending;  // a report that waits for a better one, see `check_defined`
+    bool pending;  // whether a report waits for a better one: see `check_defined`
     SimtReport pending_report;
     std::mt19937_64 random;
 
@@ -143,17 +144,17 @@ struct Machine {
     Thread* current;
     Index block_size, grid_size, block_index;
     uint64_t steps, most_steps;
-    uint32_t quantum, live, waiting, asking;  // asking: at __activemask
+    uint32_t quantum, live, waiting, at_activemask;  // the last three count threads
     std::vector<uint32_t> warp_steps, patience;
     std::vector<uint32_t> awake;  // threads that became ready while another ran
 
     uint32_t next_segment, block_segment, barrier_segment;
-    std::vector<uint32_t> block_segments;  // first segment of each block run so far, and the block
-    std::vector<uint32_t> block_numbers;
-    std::vector<uint32_t> last_sync;  // [warp][lane][lane]: segments before it are ordered between the two lanes
+    std::vector<uint32_t> block_segments;  // the first segment of each block that has run ...
+    std::vector<uint32_t> block_numbers;   // ... and the number of that block
+    std::vector<uint32_t> last_sync;  // [warp][lane][lane]: segments before this are ordered between the two lanes
 
-    uintptr_t image_begin, image_end;          // as it lies in memory ...
-    uintptr_t variables_begin, variables_end;  // ... and what in it may change
+    uintptr_t image_begin, image_end;          // where the image is in memory ...
+    uintptr_t variables_begin, variables_end;  // ... and the part of it that may change
 
     std::vector<Region> regions;  // by address
     size_t last_region;
@@ -171,7 +172,7 @@ struct Machine {
 
 static Machine m;
 static std::vector<Kernel>& kernels() {
-    static std::vector<Kernel> all;  // filled by the image's own static constructors, whichever run first
+    static std::vector<Kernel> all;  // the image's own static constructors fill it, in any order
     return all;
 }
 
@@ -203,7 +204,7 @@ inline void fill_report(SimtReport& report, const Thread& thread, const char* ki
     fill_place(report.place, m.block_index, thread.index, offset_of(pc));
 }
 
-// The waiting report becomes the launch's, if there is one.
+// Makes the report that waits, if there is one, the report of the launch.
 inline bool report_pending() {
     if (!m.pending || m.failed) return false;
     *m.report = m.pending_report;
@@ -211,7 +212,7 @@ inline bool report_pending() {
     return true;
 }
 
-// Order of two threads' places: by call site from the outermost function on, then by instruction.
+// Compares where two threads are: by call sites, from the outermost function on, then by instruction.
 inline int compare_places(const Thread& a, const Thread& b) {
     for (uint32_t level = 0;; ++level) {
         const bool a_ends = level >= a.depth || level >= MOST_CALLS, b_ends = level >= b.depth || level >= MOST_CALLS;
@@ -221,7 +222,7 @@ inline int compare_places(const Thread& a, const Thread& b) {
     }
 }
 
-// Writes the report of a bug at a thread's place; the launch is over.
+// Writes the report of a bug where a thread is, which ends the launch.
 __attribute__((format(printf, 4, 5))) inline void report_bug(const Thread& thread, const char* kind, uintptr_t pc,
                                                              const char* format, ...) {
     if (m.failed) return;

@@ -1,9 +1,9 @@
 // Checks of every access: bounds, alignment, whether it was ever written, and races.
 //
-// A thread's life is cut into segments by the barriers it passes. Segments are numbered as they begin, a block of
-// numbers for all threads at a time, so a number tells the thread, and two accesses of one block are ordered if a
-// barrier that both threads passed lies between: if the earlier segment's number is below that of the first segment
-// behind it. Blocks of a launch are never ordered.
+// The barriers that a thread passes cut its life into segments. Segments are numbered in the order in which they begin,
+// with one range of numbers for all threads of the block, so a number identifies the thread. Two accesses in one block
+// are ordered if both threads passed a barrier between them: if the number of the earlier segment is below that of the
+// first segment after the barrier. Different blocks of a launch are never ordered.
 #pragma once
 
 #include "machine.h"
@@ -13,7 +13,7 @@ namespace simt {
 inline uint32_t new_segments() {
     const uint32_t first = m.next_segment;
     if (first > ~uint32_t{0} - MOST_THREADS)
-        report_bug(m.threads[0], "too-long", 0, "more barriers than can be told apart in one launch");
+        report_bug(m.threads[0], "too-long", 0, "more barriers than one launch can number");
     m.next_segment += static_cast<uint32_t>(m.threads.size());
     return first;
 }
@@ -30,10 +30,10 @@ inline uint32_t block_of(uint32_t segment) {
     return m.block_numbers[static_cast<size_t>(after - m.block_segments.begin()) - 1];
 }
 
-// Whether everything that the segment did is known to have happened before what the running thread does now.
+// Whether everything in the segment is known to have happened before what the running thread does now.
 inline bool is_before(uint32_t segment, const Thread& thread, bool shared) {
     if (segment == thread.segment) return true;
-    if (segment < m.block_segment) return shared || segment == 0;  // of another block, which has its own shared memory
+    if (segment < m.block_segment) return shared || segment == 0;  // another block, which has its own shared memory
     if (segment < m.barrier_segment) return true;
     const uint32_t other = (segment - m.block_segment) % static_cast<uint32_t>(m.threads.size());
     if (other == thread.number) return true;
@@ -50,7 +50,7 @@ inline void report_race(const Thread& thread, Mark other, const char* then, Kind
                other.place & ~STRONG);
 }
 
-// Text of an address for messages: "values+128", "shared variable of line 812 +64".
+// An address as text for messages: "`values`+128 (of 512 bytes)", "the shared variable of line 812, byte 64 (of 256)".
 inline const char* named(char (&text)[160], const Region* region, const SharedVariable* variable, uintptr_t address) {
     if (region) {
         std::snprintf(text, sizeof text, "`%s`+%llu (of %llu bytes)", region->name,
@@ -67,7 +67,7 @@ inline const char* named(char (&text)[160], const Region* region, const SharedVa
     return text;
 }
 
-// Whether a mark is of an access that may come at any time relative to the running thread's, and that this one minds.
+// Whether the access that a mark is about is not ordered with that of the running thread, and not both are strong.
 inline bool conflicts(Mark mark, const Thread& thread, bool strong, bool shared) {
     return mark.segment && !(strong && (mark.place & STRONG)) && !is_before(mark.segment, thread, shared);
 }
@@ -81,14 +81,14 @@ inline void note_read(Reads& reads, const Thread& thread, Mark mine, bool shared
     }
 }
 
-// Looks for a race and writes down the access. False: a bug was reported.
+// Looks for a race, and records the access. False: a bug was reported.
 inline bool check_race(const Thread& thread, Shadow& shadow, uintptr_t address, size_t bytes, Kind kind,
                        const Region* region, const SharedVariable* variable, uintptr_t pc) {
     const bool strong = is_strong(kind), shared = !region;
     const Mark mine = {thread.segment, offset_of(pc) | (strong ? STRONG : 0)};
     Mark* const writes_of = shadow.writes + (address - shadow.begin);
     Reads* const reads_of = shadow.reads + (address - shadow.begin);
-    Mark clear = {};  // the last mark that was found to be no conflict: neighbouring bytes mostly have the same
+    Mark clear = {};  // the last mark that did not conflict: bytes next to each other usually have the same mark
     for (size_t i = 0; i < bytes; ++i) {
         const Mark write = writes_of[i];
         if (write.segment && (write.segment != clear.segment || write.place != clear.place)) {
@@ -113,14 +113,16 @@ inline bool check_race(const Thread& thread, Shadow& shadow, uintptr_t address, 
             }
             reads = {};
         }
-        // An atomic write does not make good for a plain one by the same thread that others may not have seen.
+        // An atomic write does not hide an earlier plain write of
+        // the same thread, which may still conflict with others.
         const bool plain_before = write.segment == thread.segment && !(write.place & STRONG);
         writes_of[i] = strong && plain_before ? write : mine;
     }
     return true;
 }
 
-// Structures have padding, which nobody writes and every copy reads: a word must be undefined as a whole, a copy too.
+// Whether a read takes undefined bytes. Structures have padding, which is never written but read by every copy, so only
+// words, and copies, that are undefined as a whole count.
 inline bool is_undefined(const uint8_t* defined, size_t bytes, bool scalar) {
     if (!std::memchr(defined, 0, bytes)) return false;
     const size_t part = scalar && bytes > 4 ? 4 : bytes;
@@ -129,8 +131,9 @@ inline bool is_undefined(const uint8_t* defined, size_t bytes, bool scalar) {
     return false;
 }
 
-// A read of what nobody has written. If the writer is only late it is a race, which says more: the thread halts, so
-// that nothing is done with garbage, and its report waits until no other thread can go on. False: it halts.
+// Checks a read for bytes that were never written. If the writer is only late, this is a race, whose report says more:
+// so the thread halts, does nothing with undefined bytes, and its report waits until no other thread can continue.
+// False: it halts.
 inline bool check_defined(Thread& thread, const Shadow& shadow, uintptr_t address, size_t bytes, bool scalar,
                           const Region* region, const SharedVariable* variable, uintptr_t pc) {
     if (!is_undefined(shadow.defined + (address - shadow.begin), bytes, scalar)) return true;
@@ -162,12 +165,12 @@ inline Region* region_at(uintptr_t address) {
 inline void report_outside(const Thread& thread, uintptr_t address, size_t bytes, Kind kind, uintptr_t pc) {
     const Region* best = nullptr;
     uintptr_t distance = ~uintptr_t{0};
-    bool behind = false;
+    bool past_end = false;
     for (const Region& region : m.regions) {
         const uintptr_t end = region.shadow.begin + region.shadow.bytes;
         const bool after = address + bytes > end;
         const uintptr_t apart = after ? address + bytes - end : region.shadow.begin - address;
-        if (apart < distance) best = &region, distance = apart, behind = after;
+        if (apart < distance) best = &region, distance = apart, past_end = after;
     }
     if (address < 4096) {
         report_bug(thread, "out-of-bounds", pc, "%s %zu bytes at address %llu: a null pointer", verb(kind), bytes,
@@ -175,15 +178,15 @@ inline void report_outside(const Thread& thread, uintptr_t address, size_t bytes
     } else if (best && distance < (uintptr_t{1} << 32)) {
         report_bug(thread, "out-of-bounds", pc, "%s %zu bytes that reach %llu bytes %s `%s` (of %llu bytes)",
                    verb(kind), bytes, static_cast<unsigned long long>(distance),
-                   behind ? "past the end of" : "before the begin of", best->name,
+                   past_end ? "past the end of" : "before the start of", best->name,
                    static_cast<unsigned long long>(best->shadow.bytes));
     } else {
-        report_bug(thread, "out-of-bounds", pc, "%s %zu bytes at %#llx, which is no memory of this launch", verb(kind),
+        report_bug(thread, "out-of-bounds", pc, "%s %zu bytes at %#llx, which is not memory of this launch", verb(kind),
                    bytes, static_cast<unsigned long long>(address));
     }
 }
 
-// An `aligned` access is one instruction, of a power of two of bytes.
+// Checks an access within a range of memory. An `aligned` access is one instruction, of a power of two of bytes.
 inline bool check_shadow(Thread& thread, Shadow& shadow, uintptr_t address, size_t bytes, Kind kind, bool aligned,
                          const Region* region, const SharedVariable* variable, uintptr_t pc) {
     char text[160];
@@ -214,7 +217,8 @@ inline bool check_shared(Thread& thread, uintptr_t address, size_t bytes, Kind k
     return false;
 }
 
-// Where an access goes, all checks done; NOWHERE for what is no memory of the device. False: the thread must not go on.
+// Does all checks of an access, and finds its region: NOWHERE for what is not memory of the device. False: the thread
+// must not continue.
 inline bool check_access(Thread& thread, uintptr_t address, size_t bytes, Kind kind, bool aligned, uintptr_t pc,
                          int& where) {
     where = NOWHERE;
@@ -229,7 +233,7 @@ inline bool check_access(Thread& thread, uintptr_t address, size_t bytes, Kind k
         if (address + bytes <= end)
             return check_shadow(thread, m.dynamic_shadow, address, bytes, kind, aligned, nullptr, nullptr, pc);
         report_bug(thread, "out-of-bounds", pc,
-                   "%s %zu bytes that reach %llu bytes past the %u bytes of dynamic shared memory that the launch gave",
+                   "%s %zu bytes that reach %llu bytes past the %u bytes of dynamic shared memory of the launch",
                    verb(kind), bytes, static_cast<unsigned long long>(address + bytes - end), m.launch->dynamic_shared);
         return false;
     }
@@ -247,8 +251,8 @@ inline bool check_access(Thread& thread, uintptr_t address, size_t bytes, Kind k
         const bool constant = !writes(kind) && (address + bytes <= m.variables_begin || address >= m.variables_end);
         if (constant) return true;
         report_bug(thread, "out-of-bounds", pc,
-                   "%s %zu bytes that are no memory of this launch; __device__ variables, and "
-                   "shared ones in templates, can not be checked: pass a buffer, declare shared memory in the kernel",
+                   "%s %zu bytes that are not memory of this launch; __device__ variables, and shared variables "
+                   "in templates, cannot be checked: pass a buffer, or declare shared memory in the kernel",
                    verb(kind), bytes);
         return false;
     }

@@ -1,4 +1,4 @@
-// The primitives of generated kernels, as the executor gives them: what stands in for row loads and inline PTX.
+// The primitives of generated kernels for the executor: they replace row loads and inline PTX.
 
 template <int BYTES>
 struct Vector {
@@ -30,7 +30,8 @@ __device__ __forceinline__ T& dynamic_shared() {
 __device__ __forceinline__ float half_to_float(uint16_t half) { return simt::half_to_float(half); }
 __device__ __forceinline__ uint32_t float_to_fp16(float value) { return simt::float_to_half(value); }
 __device__ __forceinline__ uint32_t float_to_bf16(float value) { return simt::float_to_bf16(value); }
-// Two numbers of an 8-bit format, by the definition of a floating-point number.
+
+// Converts two numbers of an 8-bit format, by the definition of a floating-point number.
 template <class T>
 __device__ __forceinline__ uint32_t to_halves(uint16_t pair) {
     const auto half = [](uint32_t byte) {

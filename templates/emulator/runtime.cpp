@@ -1,4 +1,4 @@
-// The executor: everything of an image but its kernels. Compiled once, linked into every image.
+// The executor: everything in an image except for its kernels. It is compiled once and linked into every image.
 #include <link.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 extern "C" const char __start_simt_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" const char __stop_simt_shared[] __attribute__((weak, visibility("hidden")));
-extern "C" const char simt_image_arch[];  // by codegen/targets/simt/image.py
+extern "C" const char simt_image_arch[];  // codegen/targets/simt/image.py defines it
 
 namespace simt {
 
@@ -90,7 +90,7 @@ void store(void* address, const void* from, size_t bytes) {
     std::memcpy(address, from, bytes);
 }
 
-// An instruction moves up to 16 bytes, and a vector is aligned to them or to what its type says.
+// The bytes that one instruction moves: at most 16, and no more than a vector's type is aligned to.
 static size_t instruction_bytes(size_t bytes, size_t alignment) { return std::min({bytes, alignment, size_t{16}}); }
 
 void load_vector(void* into, const void* address, size_t bytes, size_t alignment) {
@@ -119,10 +119,10 @@ void end_atomic(void* address, const void* value, size_t bytes) {
     m.held = false;
 }
 
-// The image's shared variables, by the marks around them.
+// Finds the image's shared variables by the marks around them.
 static std::vector<SharedVariable> find_shared_variables() {
     static const char BEGIN[] = SIMT_BEGIN_MAGIC, END[] = SIMT_END_MAGIC;
-    std::vector<SharedVariable> found;
+    std::vector<SharedVariable> variables;
     const char* const stop = __stop_simt_shared;
     const auto next = [&](const char* from, const char(&magic)[32]) {
         return std::search(from, stop, magic, magic + 32);
@@ -131,10 +131,10 @@ static std::vector<SharedVariable> find_shared_variables() {
         const SharedBegin* mark = reinterpret_cast<const SharedBegin*>(at);
         const char* begin = at + sizeof(SharedBegin);
         at = next(begin, END);
-        found.push_back({reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(at), mark->function,
-                         static_cast<uint32_t>(mark->line)});
+        variables.push_back({reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(at), mark->function,
+                             static_cast<uint32_t>(mark->line)});
     }
-    return found;
+    return variables;
 }
 
 static uint64_t static_shared_of(const Kernel& kernel) {
@@ -178,14 +178,14 @@ static void prepare_regions(const SimtLaunch& launch, std::vector<Marks>& marks)
     m.regions.clear();
     m.last_region = 0;
     for (uint32_t i = 0; i < launch.region_count; ++i) {
-        const SimtRegion& given = launch.regions[i];
-        if (given.bytes == 0) continue;
-        Region region{given.name,
-                      given.writable != 0,
+        const SimtRegion& range = launch.regions[i];
+        if (range.bytes == 0) continue;
+        Region region{range.name,
+                      range.writable != 0,
                       static_cast<int>(i),
-                      {given.begin, given.bytes, nullptr, nullptr, given.defined}};
-        if (given.writable) {
-            marks.push_back({Zeros<Mark>(given.bytes), Zeros<Reads>(given.bytes)});
+                      {range.begin, range.bytes, nullptr, nullptr, range.defined}};
+        if (range.writable) {
+            marks.push_back({Zeros<Mark>(range.bytes), Zeros<Reads>(range.bytes)});
             region.shadow.writes = marks.back().writes.data();
             region.shadow.reads = marks.back().reads.data();
         }
@@ -195,7 +195,7 @@ static void prepare_regions(const SimtLaunch& launch, std::vector<Marks>& marks)
               [](const Region& a, const Region& b) { return a.shadow.begin < b.shadow.begin; });
 }
 
-// Where the image lies, and its variables: what may be written, but for what was only relocated.
+// Finds where the image is in memory, and its variables: what may be written, except for what was only relocated.
 static int find_image(dl_phdr_info* info, size_t, void*) {
     if (info->dlpi_addr != m.image_begin) return 0;
     uintptr_t relocated_end = 0;
@@ -237,7 +237,7 @@ static bool check_launch(const SimtLaunch& launch, SimtReport& report) {
                           launch.grid[axis], GRID[axis]);
     }
     if (threads == 0 || threads > m.kernel->max_threads)
-        return refuse(report, "%llu threads a block; allowed: 1 to %llu", launch.kernel, threads,
+        return refuse(report, "%llu threads per block; allowed: 1 to %llu", launch.kernel, threads,
                       m.kernel->max_threads);
     if (blocks == 0 || blocks >> 31)
         return refuse(report, "%llu blocks; allowed: 1 to %llu", launch.kernel, blocks, (1ull << 31) - 1);
@@ -285,7 +285,7 @@ static int run(const SimtLaunch& launch, SimtReport& report) {
     m.region_of_site.clear();
     prepare_threads(launch);
     if (!m.stacks) return refuse(report, "no memory for %llu stacks", launch.kernel, m.threads.size(), 0), 2;
-    // Not kept: the page below each is a mapping of its own, and a process has but 65530 for all of its images.
+    // Stacks are not kept: the page below each is a mapping of its own, and a process has only 65530 of these.
     const struct Stacks {
         ~Stacks() { free_stacks(m.stacks, m.threads.size()); }
     } stacks;
@@ -311,7 +311,7 @@ static int run(const SimtLaunch& launch, SimtReport& report) {
 }  // namespace simt
 
 extern "C" {
-// What copies.h makes of memcpy, memmove and memset.
+// copies.h makes memcpy, memmove and memset call these.
 void* simt_copy(void* to, const void* from, size_t bytes) {
     if (bytes == 0) return to;
     simt::access_memory(reinterpret_cast<uintptr_t>(from), bytes, simt::Kind::READ, false, true, SIMT_PC);
@@ -329,7 +329,7 @@ SIMT_EXPORT int simt_launch(const SimtLaunch* launch, SimtReport* report) {
     try {
         return simt::run(*launch, *report);
     } catch (const std::bad_alloc&) {
-        simt::refuse(*report, "no memory for what has to be known about %llu regions and the grid", launch->kernel,
+        simt::refuse(*report, "no memory to track %llu regions and the grid", launch->kernel,
                      launch->region_count, 0);
         return 2;
     }

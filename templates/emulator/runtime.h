@@ -1,4 +1,4 @@
-// What CUDA code on the CPU asks of the executor. Everything else that a kernel does is plain C++.
+// The functions of the executor that CUDA code on the CPU calls. Everything else that a kernel does is plain C++.
 #pragma once
 
 #include <cstddef>
@@ -40,8 +40,8 @@ struct Kernel {
     uint32_t max_threads;
 };
 
-// In front of every shared variable lie two marks that nothing may touch: one directly behind the variable before, and
-// one directly before it.
+// Two marks that nothing may touch are before every shared variable: one directly after the previous variable, and one
+// directly before this one.
 struct __attribute__((packed)) SharedEnd {
     char magic[32];
 };
@@ -59,26 +59,27 @@ struct alignas(64) SharedBegin {
 #define SIMT_END_MAGIC SIMT_MAGIC(1)
 #define SIMT_BEGIN_MAGIC SIMT_MAGIC(2)
 
-// A fibre is one thread for good, so what it reads here never changes.
+// A fibre is the same thread all its life, so what it reads here never changes.
 [[gnu::const]] Index thread_index();
 [[gnu::const]] Index block_index();
 [[gnu::const]] Index block_size();
 [[gnu::const]] Index grid_size();
 
 int barrier(BarrierOp op, int vote, uint32_t line);
-// `value` is the lane's operand, `source` a lane number or distance; the result is as wide as a 64-bit word.
+
+// `value` is the lane's operand, `source` a lane number or distance; the result is a word of 64 bits.
 uint64_t warp(WarpOp op, uint32_t mask, uint64_t value, int source, int width, uint32_t line);
 
-// Memory as one instruction: `active` is false for a lane that is predicated off, which gets zeros.
+// Accesses of one instruction: `active` is false for a lane that is predicated off, which gets zeros.
 void load(void* into, const void* address, size_t bytes, bool active);
 void store(void* address, const void* from, size_t bytes);
 
-// A vector of more than 16 bytes, or of less alignment than bytes, takes several instructions.
+// Accesses of a vector. One of more than 16 bytes, or with an alignment below its size, takes several instructions.
 void load_vector(void* into, const void* address, size_t bytes, size_t alignment);
 void store_vector(void* address, const void* from, size_t bytes, size_t alignment);
 
-// Between the two nothing else runs. `begin_atomic` copies the old value out, `end_atomic` the new one in. An exchange
-// does not ask what the old value was.
+// Nothing else runs between these two. `begin_atomic` copies the old value out, `end_atomic` the new one in. An
+// exchange does not depend on the old value.
 void begin_atomic(void* address, void* old, size_t bytes, bool exchange);
 void end_atomic(void* address, const void* value, size_t bytes);
 
@@ -86,7 +87,7 @@ void* dynamic_shared();
 [[noreturn]] void trap(uint32_t line);
 void register_kernel(const Kernel& kernel);
 
-// Conversions, by NVIDIA's own headers.
+// Conversions with NVIDIA's own headers.
 float half_to_float(uint16_t bits);
 uint16_t float_to_half(float value);
 uint16_t float_to_bf16(float value);

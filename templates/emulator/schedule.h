@@ -1,8 +1,8 @@
 // Runs the threads of a block, in an order drawn from the launch's seed.
 //
-// Free: any thread that can go on may be next, and is interrupted after a few basic blocks or many. In lockstep, to
-// count: the lanes of a warp that stand at the same instruction go together, those at the lowest address first, which
-// lets lanes meet again behind a branch or a loop, as the reconvergence of a GPU does.
+// There are two schedules. Free: any thread that can continue may be next, and is interrupted after a few basic blocks
+// or many. In lockstep, to count: the lanes of a warp that are at the same instruction run together, those at the
+// lowest address first, so that lanes meet again after a branch or a loop, as they do on a GPU.
 #pragma once
 
 #include "traffic.h"
@@ -16,7 +16,7 @@ inline void fibre_main() {
     abandon();
 }
 
-// Lets a thread run until it waits, ends, is interrupted or has a bug, and does what follows from that.
+// Lets a thread run until it waits, ends, is interrupted or has a bug, and then wakes the threads that may continue.
 inline void run_thread(Thread& thread) {
     m.current = &thread;
     switch_context(m.scheduler, thread.context);
@@ -31,7 +31,7 @@ inline void run_thread(Thread& thread) {
         ++m.waiting;
         settle_barrier();
     } else if (thread.state == State::AT_WARP_OP) {
-        m.asking += thread.op == WarpOp::ACTIVE;
+        m.at_activemask += thread.op == WarpOp::ACTIVE;
         settle_warp_op(thread);
     }
     settle_active(thread);
@@ -52,7 +52,7 @@ inline void run_free() {
         const uint32_t at = draw(static_cast<uint32_t>(ready.size()));
         Thread& thread = m.threads[ready[at]];
         m.quantum = 1u << draw(14);
-        // It leaves the list for the time it runs: a barrier that it completes puts it back with the others.
+        // The thread is not in the list while it runs: a barrier that it completes puts it back with the others.
         ready[at] = ready.back();
         ready.pop_back();
         run_thread(thread);
@@ -63,11 +63,12 @@ inline void run_free() {
     }
 }
 
-// One step of a warp. False: no lane of it can go on.
+// Runs one step of a warp. False: none of its lanes can continue.
 inline bool step_warp(uint32_t warp) {
     Thread* group[LANES];
     uint32_t size = 0;
-    // A lane that spins for another of its warp would always be first: after a while any lane may be.
+    // A lane that spins until another lane of its warp has done something would always be first. So after a while, any
+    // lane may be.
     const Thread* chosen = nullptr;
     if (++m.warp_steps[warp] > m.patience[warp]) {
         m.patience[warp] = LITTLE_PATIENCE;
@@ -106,7 +107,7 @@ inline void run_lockstep() {
     }
 }
 
-// Contents of shared memory are whatever the block before left there, or worse.
+// Fills shared memory with garbage, because a new block may find anything there.
 inline void scramble(uintptr_t begin, uintptr_t end) { std::memset(reinterpret_cast<void*>(begin), 0xa5, end - begin); }
 
 inline void run_block(uint32_t number) {
@@ -121,7 +122,7 @@ inline void run_block(uint32_t number) {
     std::fill(m.static_defined.begin(), m.static_defined.end(), uint8_t{0});
     std::fill(m.dynamic_defined.begin(), m.dynamic_defined.begin() + m.launch->dynamic_shared, uint8_t{0});
     m.live = static_cast<uint32_t>(m.threads.size());
-    m.waiting = m.asking = 0;
+    m.waiting = m.at_activemask = 0;
     m.steps = 0;
     m.warp_steps.assign((m.threads.size() + LANES - 1) / LANES, 0);
     m.patience.assign(m.warp_steps.size(), PATIENCE);

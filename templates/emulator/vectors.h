@@ -1,10 +1,10 @@
-// CUDA's vector types. A copy from or to memory is one access of the whole vector, as it is on a GPU; C++ would make
-// one access an element of it, and no misalignment would show.
+// CUDA's vector types. A copy from or to memory is one access of the whole vector, as on a GPU. Plain structures would
+// be copied by one access per element, so that misaligned vectors would not be found.
 #pragma once
 
 #include "runtime.h"
 
-// NVIDIA's headers for half, bf16 and fp8 are to find these types, not their own.
+// These make NVIDIA's headers for half, bf16 and fp8 use the types below instead of their own.
 #define __VECTOR_TYPES_H__
 #define __VECTOR_FUNCTIONS_H__
 #define __VECTOR_FUNCTIONS_HPP__

@@ -1,4 +1,5 @@
-// Barriers and warp operations: threads wait until all that take part have come, and who never comes is a bug.
+// Barriers and warp operations: threads wait until all that
+// take part have arrived. A thread that never arrives is a bug.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +43,7 @@ inline void release_barrier() {
     }
 }
 
-// Called when a thread has come to a barrier or to its end. Threads that have ended are not waited for.
+// Called when a thread has reached a barrier or its end. Barriers do not wait for threads that have ended.
 inline void settle_barrier() {
     if (m.waiting == 0 || m.waiting < m.live) return;
     const Thread* first = nullptr;
@@ -69,12 +70,13 @@ inline Thread* lane_of(const Thread& thread, uint32_t lane) {
     return number < m.threads.size() ? &m.threads[number] : nullptr;
 }
 
-// Whether a lane has come to the operation at which another waits: the same one with the same mask, wherever it stands.
+// Whether a lane waits at the operation at which another waits:
+// the same one with the same mask, anywhere in the source.
 inline bool waits_with(const Thread& other, const Thread& thread) {
     return other.state == State::AT_WARP_OP && other.op == thread.op && other.mask == thread.mask;
 }
 
-// Lanes that a mask names and that take part: those that have ended are not waited for.
+// The lanes in a thread's mask that have not ended.
 inline uint32_t present_lanes(const Thread& thread) {
     uint32_t present = 0;
     for (uint32_t lane = 0; lane < LANES; ++lane) {
@@ -91,7 +93,8 @@ inline int source_lane(const Thread& thread) {
     if (thread.op == WarpOp::SHUFFLE_UP) source = lane - thread.source;
     if (thread.op == WarpOp::SHUFFLE_DOWN) source = lane + thread.source;
     if (thread.op == WarpOp::SHUFFLE_XOR) source = lane ^ thread.source;
-    // What lies outside of the lane's part of the warp leaves the lane its own value; xor may look back, not ahead.
+    // A source outside of the lane's part of the warp is replaced
+    // by the lane itself; xor may also read an earlier part.
     const bool inside =
         thread.op == WarpOp::SHUFFLE_XOR ? source < begin + width : source >= begin && source < begin + width;
     return inside ? source : lane;
@@ -127,7 +130,7 @@ inline uint64_t reduced(const Thread& thread, uint32_t mask) {
 
 inline bool is_shuffle(WarpOp op) { return op >= WarpOp::SHUFFLE && op <= WarpOp::SHUFFLE_XOR; }
 
-// Gives every lane of the mask its result and lets it go on.
+// Gives every lane of the mask its result and lets it continue.
 inline void complete_warp_op(Thread& thread, uint32_t mask) {
     uint64_t results[LANES] = {};
     for (uint32_t lane = 0; lane < LANES; ++lane) {
@@ -149,7 +152,7 @@ inline void complete_warp_op(Thread& thread, uint32_t mask) {
     ++m.counters.warp_syncs;
     const bool orders_memory = thread.op == WarpOp::SYNC;
     const uint32_t first = orders_memory ? new_segments() : 0;
-    uint32_t known[LANES] = {};  // what any of them knows to be past is past for all of them now
+    uint32_t known[LANES] = {};  // segments that are past for any of the lanes are now past for all of them
     if (orders_memory) {
         for (uint32_t lane = 0; lane < LANES; ++lane) {
             const uint32_t* synced = &m.last_sync[(thread.warp * LANES + lane) * LANES];
@@ -171,7 +174,7 @@ inline void complete_warp_op(Thread& thread, uint32_t mask) {
     }
 }
 
-// Called when a thread has come to a warp operation.
+// Called when a thread has reached a warp operation.
 inline void settle_warp_op(Thread& thread) {
     if (thread.op == WarpOp::ACTIVE) return;
     for (uint32_t lane = 0; lane < LANES; ++lane) {
@@ -181,9 +184,9 @@ inline void settle_warp_op(Thread& thread) {
     complete_warp_op(thread, present_lanes(thread));
 }
 
-// Called when a thread of the warp has stopped. If none can go on, those that asked who is active are it.
+// Called when a thread of the warp has stopped. If no lane can continue, the lanes at __activemask are the active ones.
 inline void settle_active(const Thread& stopped) {
-    if (m.asking == 0) return;
+    if (m.at_activemask == 0) return;
     Thread* first = nullptr;
     uint32_t mask = 0;
     for (uint32_t lane = 0; lane < LANES; ++lane) {
@@ -195,11 +198,11 @@ inline void settle_active(const Thread& stopped) {
         if (other->line == first->line) mask |= 1u << lane;
     }
     if (!first) return;
-    m.asking -= static_cast<uint32_t>(__builtin_popcount(mask));
+    m.at_activemask -= static_cast<uint32_t>(__builtin_popcount(mask));
     complete_warp_op(*first, mask);
 }
 
-// Called when a thread has ended: it may be what others of its warp waited for.
+// Called when a thread has ended: other threads of its warp may have waited for it.
 inline void settle_ended(const Thread& ended) {
     for (uint32_t lane = 0; lane < LANES; ++lane) {
         Thread* other = lane_of(ended, lane);
@@ -207,7 +210,7 @@ inline void settle_ended(const Thread& ended) {
     }
 }
 
-// ---- nobody can go on ----
+// ---- no thread can continue ----
 
 inline void report_absent_lane(const Thread& thread) {
     for (uint32_t lane = 0; lane < LANES; ++lane) {
@@ -231,7 +234,7 @@ inline void report_absent_lane(const Thread& thread) {
     }
 }
 
-// No thread can run: reports why.
+// Reports why no thread can continue.
 inline void report_stuck() {
     if (report_pending()) return;
     for (const Thread& thread : m.threads) {
@@ -239,10 +242,10 @@ inline void report_stuck() {
         report_absent_lane(thread);
         break;
     }
-    // Whatever else holds them up: a block that is not done never counts as done.
+    // For every other reason: a block whose threads have not all ended is not done.
     for (const Thread& thread : m.threads)
         if (thread.state != State::EXITED)
-            return report_bug(thread, "deadlock", thread.pc, "waits at line %u, and no thread of the block can go on",
+            return report_bug(thread, "deadlock", thread.pc, "waits at line %u, and no thread of the block can run",
                               thread.line);
 }
 

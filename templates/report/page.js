@@ -22,11 +22,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// The page looks at itself, so that a broken drawing is a failed check and not somebody's discovery.
+// The page checks its own charts, so that tests find a broken one.
 const faults = [];
 for (const drawing of document.querySelectorAll("svg")) {
   const name = drawing.getAttribute("aria-label");
-  if (/NaN|Infinity|undefined/.test(drawing.innerHTML)) faults.push(`${name}: a place is not a number`);
+  if (/NaN|Infinity|undefined/.test(drawing.innerHTML)) faults.push(`${name}: a coordinate is not a number`);
   const box = drawing.hasAttribute("viewBox") ? drawing.viewBox.baseVal : drawing.getBoundingClientRect();
   const labels = [];
   for (const part of drawing.querySelectorAll("circle, path, rect, line, text")) {
@@ -37,7 +37,7 @@ for (const drawing of document.querySelectorAll("svg")) {
   labels.forEach((a, place) => {
     const meets = (b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
     const over = labels.slice(place + 1).find(meets);
-    if (over) faults.push(`${name}: ${a.text} lies over ${over.text}`);
+    if (over) faults.push(`${name}: ${a.text} overlaps ${over.text}`);
   });
 }
 if (document.documentElement.scrollWidth > document.documentElement.clientWidth + 1) faults.push("wider than the window");

@@ -1,4 +1,4 @@
-// Stands in for the header of that name in NVIDIA's compiler package, which other headers of theirs include.
+// Replaces the header of this name in NVIDIA's compiler package, which other headers of NVIDIA include.
 #pragma once
 #include "../language.h"
 #define __device_builtin__

@@ -219,7 +219,7 @@ def test_schema_has_the_rules() -> None:
 
 
 def test_a_field_passed_twice_is_refused() -> None:
-    with pytest.raises(SpecError, match="table 'x': name is given twice"):
+    with pytest.raises(SpecError, match="table 'x': name is passed twice"):
         TableSpec("t", 1, 2, name="x")  # type: ignore[misc]
 
 

@@ -82,7 +82,7 @@ def test_devices_and_archs_follow_from_the_facts() -> None:
 
 
 def test_a_plan_of_another_kind_is_refused_by_a_source() -> None:
-    with pytest.raises(PlanError, match=r"is no Plan, which op 'forward' has"):
+    with pytest.raises(PlanError, match=r"is not a Plan, as plans of op 'forward' are"):
         toolchain_of("cpu").sources["forward"].facts(_Odd("cpu", "avx2", *FORMATS))
 
 

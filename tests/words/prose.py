@@ -1,4 +1,4 @@
-"""The English of a file: comments, docstrings, sentences in string literals, and Markdown outside of code."""
+"""The English of a file: comments, docstrings, sentences in string literals, text of HTML, Markdown outside of code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SUFFIXES = (".py", ".md", ".toml", ".j2")
+C_LIKE = (".h", ".cpp", ".cu", ".js", ".css")
+"""Kinds of files with the comments and string literals of C. Templates (.j2) of such files are read in the same way."""
+
+SUFFIXES = (".py", ".md", ".toml", ".j2", *C_LIKE)
 """Kinds of files that have English."""
 
 WORDS_OF_A_SENTENCE = 4
@@ -18,6 +21,9 @@ WORDS_OF_A_SENTENCE = 4
 
 PLACEHOLDER = "…"
 """Takes the place of code in the text: what an f-string inserts, `code` in backticks."""
+
+EXPRESSION = re.compile(r"\{[{%#].*?[}%#]\}", re.DOTALL)
+"""What Jinja takes out of a template: an expression, a statement or a comment."""
 
 
 class Prose(NamedTuple):
@@ -39,8 +45,12 @@ def prose_of(path: Path) -> list[Prose]:
         found = [*_markdown(text)]
     elif path.suffix == ".toml":
         found = [*_joined((number, line[1:]) for number, line in _lines(text) if line.startswith("#"))]
-    elif path.suffix == ".j2":
-        found = [*_blocks(text, r"\{#-?(.*?)-?#\}"), *_blocks(text, r"/\*(.*?)\*/"), *_slash_comments(text)]
+    elif path.suffix in (".j2", *C_LIKE):
+        plain = _without_expressions(text)
+        found = [*_blocks(text, r"\{#-?(.*?)-?#\}"), *_blocks(plain, r"/\*(.*?)\*/"), *_slash_comments(plain)]
+        found += [*_c_strings(re.sub(r"(?<!:)//[^\n]*", "", plain)), *_c_strings(_expressions(text))]
+        if path.name.endswith(".html.j2"):
+            found += [*_html(plain)]
     else:
         found = []
     return sorted(Prose(line, _without_code(text)) for line, text in found)
@@ -129,6 +139,39 @@ def _slash_comments(text: str) -> Iterator[Prose]:
             (trailing if before else whole).append((number, comment))
     yield from _joined(iter(whole))
     yield from (Prose(number, comment.strip()) for number, comment in trailing)
+
+
+def _c_strings(text: str) -> Iterator[Prose]:
+    """String literals that read as sentences; those with nothing but white space between them are one."""
+    for match in re.finditer(r'(?:"(?:\\.|[^"\\\n])*"\s*)+', text):
+        sentence = "".join(re.findall(r'"((?:\\.|[^"\\\n])*)"', match[0]))
+        if _reads_as_a_sentence(sentence):
+            yield Prose(text.count("\n", 0, match.start()) + 1, sentence)
+
+
+def _html(text: str) -> Iterator[Prose]:
+    """What a browser shows: text between tags."""
+    position = 0
+    for part in re.split(r"(<[^>]*>)", text):
+        if not part.startswith("<") and _reads_as_a_sentence(part):
+            begin = position + len(part) - len(part.lstrip())
+            yield Prose(text.count("\n", 0, begin) + 1, part.strip())
+        position += len(part)
+
+
+def _without_expressions(text: str) -> str:
+    """The template with placeholders for Jinja, on the same lines."""
+    return EXPRESSION.sub(lambda match: PLACEHOLDER + "\n" * match[0].count("\n"), text)
+
+
+def _expressions(text: str) -> str:
+    """The template's Jinja alone, without its comments, on the same lines."""
+    parts, end = [], 0
+    for match in EXPRESSION.finditer(text):
+        lines = "\n" * text.count("\n", end, match.start())
+        parts += [lines, "\n" * match[0].count("\n") if match[0].startswith("{#") else f"{match[0]};"]
+        end = match.end()
+    return "".join(parts)
 
 
 def _without_code(text: str) -> str:

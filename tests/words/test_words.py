@@ -24,6 +24,13 @@ PLACES = {
     "jinja.cu.j2": "{# A macro:\n   %s #}\nint x;\n",
     "star.cu.j2": "/* %s\n * more */\nint x;\n",
     "slashes.cpp.j2": "int x; // %s\n",
+    "choice.cu.j2": '// {{ "This is %s" if x else "" }}\nint x;\n',
+    "header.h": "// A header:\n// %s\nint x;\n",
+    "kernel.cu": "int x; // %s\n",
+    "message.cpp": 'void f() { report(\n    "This is %s"); }\n',
+    "script.js": "// %s\nlet x;\n",
+    "style.css": "/* %s */\nbody { margin: 0; }\n",
+    "page.html.j2": "<p>\n{{ x }} This is %s</p>\n",
 }
 CODE = {
     "name.py": "nobody = 1\nprint('nobody')\nx = {'nobody': nobody}\n",
@@ -33,6 +40,9 @@ CODE = {
     "written.md": "<!-- results: written by make bench -->\nBytes a row, nobody.\n<!-- end of results -->\n",
     "value.toml": 'x = "nobody"\n',
     "code.cu.j2": "int nobody = 1;\n",
+    "expression.cu.j2": "int x = {{ nobody }};  // {{ nobody }}\n",
+    "code.h": 'int nobody = 1;\nconst char* x = "nobody";\n',
+    "tag.html.j2": '<p class="nobody"></p>\n',
 }
 
 

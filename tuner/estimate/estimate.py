@@ -90,8 +90,8 @@ def demand_of(plan: Plan, batch: Batch) -> Demand:
             moved[bucket.label] = row * sum(ids[f.index] for f in bucket.features)
     else:
         for rows in row_buckets(plan):
-            row = float(mean_moved(rows.placed.row_bytes, rows.placed.stride_bytes, SECTOR))
-            row_and_state = 2 * (row + rows.placed.state_stride_bytes) if plan.update else 0  # read and written back
+            row = float(mean_moved(rows.layout.row_bytes, rows.layout.stride_bytes, SECTOR))
+            row_and_state = 2 * (row + rows.layout.state_stride_bytes) if plan.update else 0  # read and written back
             occurrences = sum(ids[f.index] for f in plan.layout.features if f.table_index in rows.tables)
             moved[rows.name] = (rows.item_bytes + row_and_state) * occurrences
     return Demand(batch.size, sum(ids), moved)

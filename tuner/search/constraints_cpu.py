@@ -9,7 +9,7 @@ from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.params import CpuBackwardParams, CpuParams
 from embforge.codegen.targets.cpu.backward import reduce_facts
 from embforge.codegen.targets.cpu.geometry import (
-    lies_in_cache,
+    fits_in_cache,
     row_vectors,
     rows_at_once,
     streams_results,
@@ -121,7 +121,7 @@ def _threading(context: Context, params: CpuParams | CpuBackwardParams) -> tuple
 def _rows_ahead(layout: CollectionLayout, prefetch_bytes: int) -> tuple[int, ...]:
     """How many rows ahead each feature prefetches."""
     tables = [layout.tables[f.table_index] for f in layout.features]
-    return tuple(0 if lies_in_cache(t) else -(-prefetch_bytes // touched_bytes(t.row_bytes)) for t in tables)
+    return tuple(0 if fits_in_cache(t) else -(-prefetch_bytes // touched_bytes(t.row_bytes)) for t in tables)
 
 
 def _tiles(dims: Iterable[int], isa: Isa, tile_vectors: int, rows_unrolled: int) -> Iterable[Hashable]:

@@ -44,7 +44,7 @@ MODIFIERS = ("l2", "decoupled", "clip", "nearest")
 """What may follow a rule's name and changes its code: weight decay of either kind, clipping of a row's gradient, and
 rows of narrow tables rounded to nearest instead of stochastically."""
 SERVING = ("resolve", "forward")
-"""Those of `training_plans` that a module runs if it does not train."""
+"""The names in `training_plans` of the plans that a module runs if it does not train."""
 
 
 def keeps_for_backward(spec: CollectionSpec) -> bool:

@@ -81,7 +81,7 @@ struct Event {
 struct Context {
     int device = 0;
     int references = 0;
-    CUresult sticky = CUDA_SUCCESS;  // once a kernel went wrong, every call says so
+    CUresult sticky = CUDA_SUCCESS;  // after a kernel failed, every call returns this
     size_t used = 0;                 // bytes of memory
     std::shared_ptr<Stream> legacy, per_thread;
 };
@@ -169,7 +169,7 @@ void run_kernel(Context& context, const Kernel& kernel, const CUlaunchConfig& co
 Allocation* allocation_of(uint64_t address);
 void set_defined(uint64_t address, size_t bytes);
 
-// Why this library must not stand in for a driver under that root directory ("" is the machine's); empty: it may.
+// Why this library must not replace a driver under that root directory ("" is the machine's); empty if it may.
 std::string refusal(const std::string& root);
 
 using Function = void (*)();

@@ -70,8 +70,10 @@ def clean_files(words: WordList) -> list[Path]:
 
 
 def files_in(path: Path) -> list[Path]:
-    """A file, or all files with English in a folder."""
-    return sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
+    """A file, or all files with English in a folder; not fixtures, which hold what earlier versions wrote."""
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and "fixtures" not in file.parts)
 
 
 def findings(file: Path, patterns: Sequence[Pattern]) -> Iterator[Finding]:

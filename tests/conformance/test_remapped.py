@@ -44,6 +44,8 @@ EVERY = CollectionSpec(
     ],
     name="every",
 )
+ENTRIES_OF_EVERY = torch.arange(30) % 9
+ENTRIES_OF_EVERY[[7, 8]] = -1
 
 
 def on(backend: str, tensors: Any) -> Any:
@@ -130,8 +132,6 @@ def test_it_trains_however_rows_train(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bounds_check", ["error", "zero", "unchecked"])
 def test_ids_without_rows_and_padding_are_absent(backend: str, bounds_check: Any) -> None:
     """In every pooling: no part in pools, zeros elsewhere, never a mistake. Other features keep their padding."""
-    entries = torch.arange(30) % 9
-    entries[[7, 8]] = -1
     plain = replace(
         EVERY,
         tables=tuple(replace(table, remap=None) for table in EVERY.tables),
@@ -142,12 +142,12 @@ def test_ids_without_rows_and_padding_are_absent(backend: str, bounds_check: Any
     values = torch.tensor([i for bag in ids for i in bag])
     first = int(lengths[: 4 * len(POOLINGS)].sum())
     rows = values.clone()
-    rows[:first] = torch.where(values[:first] == 29, -1, entries[values[:first]])
+    rows[:first] = torch.where(values[:first] == 29, -1, ENTRIES_OF_EVERY[values[:first]])
     weights = torch.linspace(0.5, 2, len(values), dtype=torch.float32)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     options: dict[str, Any] = {"optimizer": optim.SGD(lr=0.5), "bounds_check": bounds_check}
     torch.manual_seed(5)
-    module = collection(EVERY, backend, remap={"t": entries}, **options)
+    module = collection(EVERY, backend, remap={"t": ENTRIES_OF_EVERY}, **options)
     torch.manual_seed(5)
     truth = collection(plain, "reference", **options)
     if backend == "reference":
@@ -237,13 +237,13 @@ def test_rows_past_32_bits_make_ids_of_64(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_offsets_that_lie_are_found_as_ever() -> None:
-    two = replace(ONE, features=(*ONE.features, FeatureSpec("g", "t")))
     for backend in ("reference", "cpu", "simt"):
-        module = collection(two, backend, remap={"t": ROW_OF})
-        with pytest.raises(ValueError, match="offsets"):
-            module(torch.tensor([0, 1]), torch.tensor([0, 9, 2]))
-        with pytest.raises(ValueError, match="offsets"):
-            module(torch.tensor([0, 1]), torch.tensor([0, -5, 2]))
+        module = collection(EVERY, backend, remap={"t": ENTRIES_OF_EVERY})
+        for wrong in (9, -5):
+            offsets = torch.full((len(EVERY.features) + 1,), 2)
+            offsets[:2] = torch.tensor([0, wrong])
+            with torch.no_grad(), pytest.raises(ValueError, match="offsets"):
+                module.forward_dict(torch.tensor([0, 1]), offsets)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from embforge.codegen.build import build
 from embforge.codegen.params import CudaParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
+from embforge.codegen.stages import StagePlan
 from embforge.inputs import Batch
 from embforge.launch import metadata
 from embforge.launch.reference import forward as reference
@@ -39,7 +40,7 @@ PLAN = Plan("forward", "cuda", "sm_90", "int64", SPEC, CudaParams(long_bag=256))
 
 
 @cache
-def image(plan: Plan = PLAN) -> bytes:
+def image(plan: Plan | StagePlan = PLAN) -> bytes:
     """The SIMT image that replaces the plan's cubin."""
     return build(replace(plan, target="simt")).binary.read_bytes()
 

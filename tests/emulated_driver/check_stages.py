@@ -14,11 +14,10 @@ import torch
 from conformance import stage_cases
 from conformance.stage_cases import USUAL, Bucketed, Case, Feature, Split
 
-from embforge.codegen.build import build
 from embforge.codegen.errors import LaunchError
 from embforge.codegen.stages import StagePlan
 from emulated_driver import control, torch_cuda
-from emulated_driver.cases import DEVICE
+from emulated_driver.cases import DEVICE, image
 
 PLAN = StagePlan("cuda", "sm_90", *USUAL)
 CASE = Case(
@@ -37,7 +36,7 @@ def stages() -> Any:
     """A launcher that has not been used yet."""
     from embforge.launch.cuda.stages import CudaStages  # now: another one may have been put there
 
-    return CudaStages(PLAN, build(replace(PLAN, target="simt")).binary.read_bytes())
+    return CudaStages(PLAN, image(PLAN))
 
 
 @pytest.fixture(autouse=True)

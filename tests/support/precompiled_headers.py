@@ -1,7 +1,9 @@
-"""The header of vector instructions, compiled once for all kernels of a test run.
+"""The headers that CPU kernels include, compiled once for all kernels of a test run.
 
-Parsing `immintrin.h` takes g++ as long as a third of a kernel. g++ finds a precompiled one by itself on the path that
-`CPATH` names, if it was made by the same flags; the binaries are the same to the byte, and no key of the cache changes.
+Parsing them takes g++ as long as half of a small kernel. g++ finds a precompiled `immintrin.h` by itself on the path
+that `CPATH` names, if it was made by the same flags; this one holds the standard headers, too, that kernels include
+after it. The binaries are the same to the byte, and no key of the cache changes. Lookups and backwards for `generic`
+do not include it and are compiled as for users, so they show whether a template lacks a standard header.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 from embforge.codegen.cache import key_of
 from embforge.codegen.machine import find_compiler, runs_here
 from embforge.codegen.targets.cpu.isa import FLAGS, ISAS
+
+STANDARD = ("algorithm", "atomic", "cmath", "cstdint", "cstdlib", "cstring", "new", "type_traits")
 
 
 def precompile(root: Path) -> Path | None:
@@ -23,20 +29,20 @@ def precompile(root: Path) -> Path | None:
     if "g++" not in compiler.version or not sets:
         return None
     flags = [flag for flag in FLAGS if flag != "-shared"]
-    directory = root / key_of({"compiler": compiler.version, "flags": " ".join(flags)})[:12]
-    if directory.exists():
-        return directory
+    text = "".join(f"#include <{name}>\n" for name in ("immintrin.h", *STANDARD))
+    directory = root / key_of({"compiler": compiler.version, "flags": " ".join(flags), "text": text})[:12]
     root.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=root))
-    (made / "immintrin.h.gch").mkdir()
-    (made / "all.h").write_text("#include <immintrin.h>\n", encoding="utf-8")
-    for isa in sets:
-        words = [*compiler.command, *flags, *isa.flags, "-x", "c++-header", str(made / "all.h")]
-        subprocess.run([*words, "-o", str(made / "immintrin.h.gch" / isa.name)], check=True)
-    try:
+    with FileLock(root / "lock"):  # of several workers, one compiles
+        if directory.exists():
+            return directory
+        made = Path(tempfile.mkdtemp(dir=root))
+        (made / "immintrin.h.gch").mkdir()
+        (made / "all.h").write_text(text, encoding="utf-8")
+        words = [*compiler.command, *flags, "-x", "c++-header", str(made / "all.h")]
+        compilers = [
+            subprocess.Popen([*words, *isa.flags, "-o", str(made / "immintrin.h.gch" / isa.name)]) for isa in sets
+        ]
+        assert {process.wait() for process in compilers} == {0}
+        os.chmod(made, 0o755)
         made.rename(directory)
-    except OSError:  # another worker was first
-        if not directory.exists():
-            raise
-    os.chmod(directory, 0o755)
     return directory

@@ -70,8 +70,17 @@ def test_figures_of_all_example_specs_on_all_archs(name: str, arch: str) -> None
     check_figures(plan_of(CollectionSpec.from_toml(SPECS / f"{name}.toml"), arch))
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [
+        ("fp16", "sm_100"),
+        ("fp8_e4m3", "sm_90"),
+        ("fp8_e4m3", "sm_100"),
+        ("fp8_e5m2", "sm_90"),
+        pytest.param("fp16", "sm_90", marks=pytest.mark.soak),
+        pytest.param("fp8_e5m2", "sm_100", marks=pytest.mark.soak),
+    ],
+)
 def test_figures_of_other_dims_and_narrow_outputs(dtype: str, arch: str) -> None:
     tables = tuple(TableSpec(f"t{dim}", 1000, dim, dtype) for dim in (1, 96, 1000))  # type: ignore[arg-type]
     features = [FeatureSpec(f"f{t.name}", t.name, "mean", weighted=True) for t in tables]
@@ -79,8 +88,17 @@ def test_figures_of_other_dims_and_narrow_outputs(dtype: str, arch: str) -> None
     check_figures(plan_of(CollectionSpec(tables, tuple(features), output_dtype="bf16", name="other"), arch))
 
 
-@pytest.mark.parametrize("op", ["forward", "forward_train"])
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("arch", "op"),
+    [
+        ("sm_75", "forward_train"),
+        ("sm_90", "forward"),
+        ("sm_100", "forward_train"),
+        pytest.param("sm_75", "forward", marks=pytest.mark.soak),
+        pytest.param("sm_90", "forward_train", marks=pytest.mark.soak),
+        pytest.param("sm_100", "forward", marks=pytest.mark.soak),
+    ],
+)
 def test_all_selections_in_one_launch_keep_the_promised_figures(arch: str, op: str) -> None:
     """Every selection, of wide, half and narrow formats, and sums, in one launch."""
     tables = tuple(TableSpec(f"t{dtype}", 1000, 40, dtype) for dtype in ("fp32", "bf16", "fp8_e4m3"))  # type: ignore[arg-type]

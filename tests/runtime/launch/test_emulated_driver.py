@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 PYTEST = ("-q", "--tb=short", "-p", "no:cacheprovider", "-p", "emulated_driver.plugin")
+VERIFY = "check_verify.py::test_it_checks_the_kernels_and_writes_a_report"
 LEAST_COVERED = 0.9
 BEYOND = {
     "opcheck": "torch.compile sees through no tensor of ours",
@@ -35,6 +36,7 @@ BEYOND = {
 }
 """Tests of the conformance suite that need what the stand-in for torch's CUDA device does not have, each with what is
 missing. The keys are parts of names, as for pytest's -k."""
+OF_CONFORMANCE = " and ".join(["cuda", *(f"not {name}" for name in BEYOND)])
 BEYOND_IN_TRAINING = {
     "opcheck": "torch.compile sees through no tensor of ours",
     "test_clipping_by_the_norm_of_all_gradients": "no sparse tensors",
@@ -53,19 +55,18 @@ def passes(module: str, *words: str) -> str:
     return ended.stdout
 
 
-def test_the_driver_behaves_as_a_driver_and_verify_finds_a_gpu() -> None:
-    verify = "emulated_driver/check_verify.py::test_it_checks_the_kernels_and_writes_a_report"
-    passes("pytest", *PYTEST, "emulated_driver/check_driver.py", verify)
+def test_the_driver_works_and_what_stands_on_the_launcher() -> None:
+    """In one process: the driver by itself, `verify`, a module that trains, the resolve step and the stages; and what a
+    launcher adds to kernels that run on simt too, when and how a mistake is told, and what is compared."""
+    checks = ("check_driver.py", VERIFY, "check_module.py", "check_resolve.py", "check_stages.py")
+    files = (*(f"emulated_driver/{check}" for check in checks), "conformance/test_bad_input.py")
+    printed = passes("pytest", *PYTEST, *files, "conformance/test_guards.py", "-k", f"check_ or ({OF_CONFORMANCE})")
+    assert "skipped" not in printed
 
 
 @pytest.mark.soak
 def test_verify_reports_kernels_that_are_wrong() -> None:
     passes("pytest", *PYTEST, "emulated_driver/check_verify.py")
-
-
-def test_a_module_trains_and_stages_run_on_emulated_devices() -> None:
-    checks = ("check_module.py", "check_resolve.py", "check_stages.py")
-    passes("pytest", *PYTEST, *(f"emulated_driver/{check}" for check in checks))
 
 
 def test_the_launcher_works_and_nearly_all_of_it_runs() -> None:
@@ -82,20 +83,10 @@ def test_mistakes_in_the_launcher_are_found() -> None:
     assert printed.count("killed\t") == len(mutants.mutants()) > 50, printed
 
 
-def conformance(*files: str) -> None:
-    wanted = " and ".join(["cuda", *(f"not {name}" for name in BEYOND)])
-    printed = passes("pytest", *PYTEST, *files, "-k", wanted)
-    assert "skipped" not in printed
-
-
-def test_bad_input_and_guards_on_emulated_devices() -> None:
-    """Kernels run on simt too. A launcher adds when and how a mistake is reported, and what is compared."""
-    conformance("conformance/test_bad_input.py", "conformance/test_guards.py")
-
-
 @pytest.mark.soak
 def test_the_conformance_suite_on_emulated_devices() -> None:
-    conformance("conformance")
+    printed = passes("pytest", *PYTEST, "conformance", "-k", OF_CONFORMANCE)
+    assert "skipped" not in printed
 
 
 @pytest.mark.soak

@@ -165,7 +165,7 @@ def test_reductions_have_the_references_bits(output: str, id_dtype: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("output", "id_dtype"), [("fp32", "int64"), pytest.param("fp16", "int32", marks=pytest.mark.soak)]
+    ("output", "id_dtype"), [pytest.param("fp32", "int64", marks=pytest.mark.soak), ("fp16", "int32")]
 )
 def test_gradients_of_weights_have_the_references_bits(output: Any, id_dtype: str) -> None:
     poolings = ("sum", "mean", "sqrtn", "none", "concat", "sum")

@@ -20,6 +20,8 @@ from support.sharded.cases import (
 )
 from support.sharded.equal import check
 
+from embforge.codegen.dtypes import TABLE_DTYPES
+
 ON_RANKS = {
     size: [every_kind(rule) for number, rule in enumerate(RULES) if number % 4 + 1 == size] for size in (1, 2, 3, 4)
 }
@@ -65,9 +67,17 @@ def test_compiled_kernels_train_as_one() -> None:
     check([replace(one_kind("modulo", "rowwise_adagrad"), kinds=kinds)], 2, backend="cpu")
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_tables_of_every_format_train_as_one(backend: str) -> None:
-    check([every_format()], 2, backend=backend)
+@pytest.mark.parametrize(
+    ("backend", "dtypes"),
+    [
+        ("reference", TABLE_DTYPES),
+        ("cpu", ("fp32", "fp8_e4m3")),
+        pytest.param("cpu", TABLE_DTYPES, marks=pytest.mark.soak),
+    ],
+    ids=["reference", "cpu", "cpu-all"],
+)
+def test_tables_of_every_format_train_as_one(backend: str, dtypes: tuple[str, ...]) -> None:
+    check([every_format(dtypes)], 2, backend=backend)
 
 
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "lamb"])

@@ -305,14 +305,14 @@ def one_kind(kind: str, rule: str = "adagrad") -> Training:
     return Training(f"{kind} alone", CollectionSpec(tables, features, name="one_kind"), kinds, RULES[rule])
 
 
-def every_format() -> Training:
-    """Two tables of every number format, sharded so that sums keep their order.
+def every_format(dtypes: Sequence[str] = TABLE_DTYPES) -> Training:
+    """Two tables of each number format, sharded so that sums keep their order.
 
     They are rounded to nearest, because the random numbers of stochastic rounding depend on a row's place in its shard.
     No maximum is taken over several shards: the narrower a format, the more numbers are equally large.
     """
     tables, features, kinds = [], [], []
-    for dtype in TABLE_DTYPES:
+    for dtype in dtypes:
         rows, columns = (TableSpec(f"{dtype}_{name}", 11, 9, dtype) for name in ("rows", "columns"))  # type: ignore[arg-type]
         tables += [rows, columns]
         features += [

@@ -18,7 +18,14 @@ from typing import Any
 TIMEOUT = 600.0
 GROUP_TIMEOUT = timedelta(seconds=TIMEOUT)
 """Seconds after which the ranks of a test are taken to hang."""
-PRELOADED = ["torch", "torch.distributed", "numpy", "embforge.sharded.collection", "embforge.launch.cpu.backward"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",  # and DTensor with sympy, which many ranks would import, each by itself
+    "numpy",
+    "embforge.sharded.collection",
+    "embforge.launch.cpu.backward",
+]
 
 
 class RankFailure(AssertionError):

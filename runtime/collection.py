@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,55 +21,26 @@ from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.choose import Choice
 from embforge.conversion import common_device, convert
 from embforge.id_resolution import ResolveStep, resolve_step
-from embforge.inputs import BOUNDS_CHECKS, CPU, Batch, BoundsCheck, normalise, usual_bounds_check, with_negation_applied
-from embforge.launch.kernels import Kernel, kernel_of, loaded_kernel
-from embforge.launch.metadata import Metadata, addresses_of, check_tables, metadata_of
-from embforge.operator_arguments import sequence_elements
-from embforge.operators import dense as dense_ops
-from embforge.operators import lookup as ops
-from embforge.operators.dispatch import has_numbers, leaves_process, must_dispatch
+from embforge.inputs import BOUNDS_CHECKS, CPU, BoundsCheck, normalise, usual_bounds_check
+from embforge.launch.kernels import loaded_kernel
+from embforge.lookups import Lookups
 from embforge.operators.exported import ExportedLookup
 from embforge.plan_choice import Choices, check_batch_size, check_params, choose_params, usable
 from embforge.storage.parameter_table import Sparse, sparse_tables
 from embforge.storage.remap import Remap, RemappedModule, set_remaps
 from embforge.storage.rule_entry import check_keys
 from embforge.storage.table import Tables, new_table, remaps_of
-from embforge.torch_internals import graph_break, is_exporting
 from embforge.trace.file_format import FILE_VARIABLE
 from embforge.training.calls import Programs
 from embforge.training.enclosing_model import refuse_average
 from embforge.training.numbers import drawn_seed
 from embforge.training.rule_groups import Optimizers, rule_groups
-from embforge.training.trainable_collection import TrainableCollection
 from embforge.training.trainer import Trainer
-
-SPARSE = (
-    "torch.compile cannot hold sparse gradients in a graph: make the EmbeddingCollection with sparse=False (dense "
-    "gradients) or with an optimizer of embforge.optim, or compile without fullgraph=True"
-)
-ACCUMULATED = (
-    "gradients that accumulate until step() cannot be part of a graph: make the EmbeddingCollection without "
-    "accumulate=True, or compile without fullgraph=True"
-)
-"""Reasons why a compiled graph cannot contain a call."""
 
 ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
-# Named once for speed: every dot in the path to a function is an attribute access, and small lookups take microseconds.
-_is_compiling = torch.compiler.is_compiling
-_is_grad_enabled = torch.is_grad_enabled
 
-
-class _Ready(NamedTuple):
-    """A kernel's call with the metadata of the tables, which is valid until a table moves."""
-
-    addresses: list[int]
-    """The addresses and sizes of the tables when the metadata was made."""
-    call: Callable[[Metadata, Sequence[Tensor], Batch, int, str], tuple[Tensor, Tensor | None]]
-    metadata: Metadata
-
-
-class EmbeddingCollection(RemappedModule, TrainableCollection):
+class EmbeddingCollection(RemappedModule, Lookups):
     """Computes all lookups of a spec in one fused kernel call.
 
     `device`: the device of the tables; None is torch's default, which `with torch.device("meta")` sets. `backend`:
@@ -153,7 +124,7 @@ class EmbeddingCollection(RemappedModule, TrainableCollection):
             )
         set_remaps(spec, self.remaps(), remap)
         check_keys(key for name, table in self.named_tables().items() for key in table.keys(f"tables.{name}."))
-        self._ready: dict[torch.dtype, _Ready] = {}
+        self._ready = {}
         self._cached_memory = None
         self.programs = self._program_texts(device)
         self._own_rows()
@@ -247,9 +218,9 @@ class EmbeddingCollection(RemappedModule, TrainableCollection):
         batch = normalise(self.spec, tables[0].device, values, offsets, weights, lengths)
         if self._resolve is not None:
             batch = self._resolve(batch)
-        rows = self._sequence_rows(batch)
+        rows = self.sequence_rows(batch)
         pooled, sequence = self.lookup(tables, batch, rows)
-        sequences = iter(() if sequence is None else sequence.split(self._sequence_sizes(rows)))
+        sequences = iter(() if sequence is None else sequence.split(self.sequence_sizes(rows)))
         result = {}
         for feature in self.layout.features:
             if feature.column is None:
@@ -309,99 +280,6 @@ class EmbeddingCollection(RemappedModule, TrainableCollection):
         trained += f", frozen: {', '.join(frozen)}" if frozen else ""
         return f"{spec.name or 'collection'}: {sizes}, backend={self.backend}{trained}"
 
-    def lookup(self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """The part of every call after the check of its input. Returns the pooled results, and the flat rows of `none`
-        features."""
-        values = batch[0]
-        if _is_grad_enabled() and self._want_gradients(tables, batch[2]):
-            return self._lookup_to_train(tables, batch, sequence_rows)
-        if must_dispatch(values):
-            return self._call_operator(tables, batch, sequence_rows)
-        if self._fused:
-            self.trainer.note_forward()
-        # Plain eager calls skip the dispatcher, which would cost as much as a small lookup.
-        batch = with_negation_applied(batch)
-        ready = self._ready.get(values.dtype)
-        if ready is None or ready[0] != addresses_of(tables):
-            if values.is_meta:  # the operator's fake implementation computes the shapes
-                return self._call_operator(tables, batch, sequence_rows)
-            ready = self._make_ready(tables, batch)
-        elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        return ready[1](ready[2], tables, batch, elements, self._bounds_check)
-
-    def _lookup_to_train(
-        self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """A lookup that autograd records."""
-        trainer, programs = self.trainer, self._program(batch)
-        if self._is_fsdp_managed_module and self._fused:
-            self.refuse_fsdp()
-        elements = sequence_elements(self.layout, sequence_rows) if sequence_rows else 0
-        parameters, table_objects = () if self._fused else tables, list(self.named_tables().values())
-        if not must_dispatch(batch.values) and not batch.values.is_meta:
-            return trainer.lookup(programs, self._table_memory(tables), table_objects, batch, elements, parameters)
-        if is_exporting():  # an exported graph only serves, and needs no optimizer states
-            return self._call_operator(tables, batch, sequence_rows)
-        memory, numbers = self._new_table_memory(tables), trainer.numbers
-        if numbers is None and not any(h.sparse and t for h, t in zip(table_objects, memory.trainable, strict=True)):
-            return self._call_dense_operator(tables, batch, sequence_rows)
-        if numbers is None or trainer.accumulate:
-            # Sparse and accumulated gradients cannot be part of a graph: a compiler leaves these calls to Python.
-            if _is_compiling() or has_numbers(batch.values):
-                untraced = _untraced(trainer.lookup, SPARSE if numbers is None else ACCUMULATED)
-                result: tuple[Tensor, Tensor | None] = untraced(
-                    programs, memory, table_objects, batch, elements, parameters
-                )
-                return result
-            return self._call_operator(tables, batch, sequence_rows)
-        anchor = numbers.anchor if any(memory.trainable) else numbers.anchor.detach()
-        results: tuple[Tensor, ...] = ops.lookup_train(
-            batch.values,
-            batch.offsets,
-            batch.weights,
-            self._blocks(),
-            memory.states,
-            anchor,
-            numbers.hyper,
-            numbers.counters,
-            list(sequence_rows),
-            programs.train,
-            programs.backward,
-            programs.weight_gradient,
-            self._bounds_check,
-            memory.trainable,
-        )
-        return results[0], results[1]
-
-    def _make_ready(self, tables: list[Tensor], batch: Batch) -> _Ready:
-        check_tables(self.layout, tables)
-        programs = self._program(batch)
-        kernel: Kernel = kernel_of(programs.forward, programs if self._fused else ())
-        metadata = metadata_of(tables, self._bounds_check)
-        ready = _Ready(addresses_of(tables), kernel.__call__, metadata)
-        self._ready[batch.values.dtype] = ready
-        return ready
-
-    def _call_operator(
-        self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        rows = list(sequence_rows) or None
-        program = self._exported[batch.values.dtype] if leaves_process() else self._program(batch).forward
-        result: tuple[Tensor, Tensor] = ops.lookup(
-            batch.values, batch.offsets, batch.weights, tables, rows, program, self._bounds_check
-        )
-        return result
-
-    def _call_dense_operator(
-        self, tables: list[Tensor], batch: Batch, sequence_rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        programs, rows = self._program(batch), list(sequence_rows) or None
-        texts = (programs.train, programs.reduce, programs.weight_gradient)
-        results: tuple[Tensor, ...] = dense_ops.lookup_dense(
-            batch.values, batch.offsets, batch.weights, tables, rows, *texts, self._bounds_check
-        )
-        return results[0], results[1]
-
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """The programs of all kernels, by id dtype. They are made before any call, because torch.compile could not
         trace it."""
@@ -431,28 +309,6 @@ class EmbeddingCollection(RemappedModule, TrainableCollection):
     def _plans_with(self, id_dtype: str, device: torch.device, params: Params, backward: Params) -> dict[str, Plan]:
         arch = arch_of(self.backend, device)
         return self.trainer.plans(self.spec, self.backend, arch, id_dtype, params, backward)
-
-    def _program(self, batch: Batch) -> Programs:
-        return self.programs[batch.values.dtype]
-
-    def _sequence_rows(self, batch: Batch) -> tuple[int, ...]:
-        """The number of ids of each `none` feature. It is read from the device only if the caller did not pass it and
-        there are several features."""
-        wanted = [f.index for f in self.layout.sequence_features]
-        if not wanted:
-            return ()
-        if batch.rows_per_feature is not None:
-            return tuple(batch.rows_per_feature[i] for i in wanted)
-        if len(self.layout.features) == 1:
-            return (batch.values.numel(),)
-        if batch.batch == 0:
-            return (0,) * len(wanted)
-        borders = batch.offsets[:: batch.batch].tolist()
-        # Limited to the number of ids: the kernel refuses wrong offsets, but only after results have been allocated.
-        return tuple(max(0, min(borders[i + 1] - borders[i], batch.values.numel())) for i in wanted)
-
-    def _sequence_sizes(self, rows: Sequence[int]) -> list[int]:
-        return [count * f.dim for count, f in zip(rows, self.layout.sequence_features, strict=True)]
 
     @property
     def bounds_check(self) -> str:
@@ -508,10 +364,3 @@ class EmbeddingCollection(RemappedModule, TrainableCollection):
         nn.Module.__setstate__(self, state)
         self.programs = self._program_texts(self.device)
         self._own_rows()
-
-
-def _untraced(function: Any, reason: str) -> Any:
-    """The function, excluded from compiled graphs. If that is not allowed (fullgraph=True), torch's error says why."""
-    if _is_compiling():
-        graph_break(reason)
-    return torch.compiler.disable(function)

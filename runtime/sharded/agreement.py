@@ -131,3 +131,13 @@ def _differences(first: object, other: object, where: str) -> Iterator[tuple[str
             yield from _differences(a, b, f"{where}[{name}]")
     elif first != other:
         yield where, first, other
+
+
+def optimizer_facts(groups: RuleGroups) -> dict[str, Any]:
+    """What must be the same on all ranks about the optimizers: by the names of their groups, if there are several."""
+    by_group = {}
+    for number, group in enumerate(groups.groups):
+        optimizer = group.optimizer
+        facts = {"update": optimizer.update.to_dict(), "lr": float(optimizer.lr), "hyper": optimizer.hyper_values}
+        by_group[group.name] = facts | ({"tables": groups.table_names(group), "group": number} if group.name else {})
+    return by_group.get("", by_group)

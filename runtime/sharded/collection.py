@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from threading import current_thread
 from typing import Any
@@ -17,13 +16,12 @@ from torch import Tensor
 from embforge.autograd_calls import all_applied
 from embforge.backends import BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
-from embforge.codegen.errors import PlanError, RankError
+from embforge.codegen.errors import RankError
 from embforge.codegen.planner.memory import check_memory
 from embforge.codegen.planner.topology import Topology
 from embforge.codegen.plans import resolve_plan
 from embforge.codegen.poolings import selections_of
-from embforge.codegen.rules.rule import Extent
-from embforge.codegen.sharding.geometry import Geometry, piece_name
+from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.placement import place
 from embforge.codegen.spec import CollectionSpec
@@ -31,7 +29,7 @@ from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.id_resolution import ResolveStep, resolve_step
 from embforge.inputs import Batch, BoundsCheck, normalise, usual_bounds_check, with_negation_applied
 from embforge.launch.kernels import Program
-from embforge.sharded.agreement import agree, common_node_size, wrong_argument
+from embforge.sharded.agreement import agree, common_node_size, optimizer_facts, wrong_argument
 from embforge.sharded.exchange.collectives import Exchange, Ranks
 from embforge.sharded.exchange.formats import Formats, computed_in
 from embforge.sharded.exchange.wire import Wire
@@ -47,7 +45,6 @@ from embforge.sharded.stages.prefetch import IdsOnTheirWay
 from embforge.sharded.stages.stage_metadata import Base, StageArrays
 from embforge.sharded.starting_rows import draw_rows
 from embforge.storage.remap import Remap, RemappedModule, digests_of, new_remaps, set_remaps
-from embforge.storage.table import Table
 from embforge.training.numbers import drawn_seed
 from embforge.training.rule_groups import Optimizers, RuleGroups, rule_groups
 
@@ -356,93 +353,6 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
             return run_forward(self, distributed, keep=False)[0]
         return all_applied(ShardedLookup, self, distributed, distributed.input.weights, self.trainer.numbers.anchor)
 
-    # ---- Rows ---------------------------------------------------------------------------------------------
-
-    def weight(self, table: str) -> Tensor:
-        """The live rows of the shard of a table that this rank holds, `[rows, columns]`; of the whole table if it is
-        replicated.
-
-        Raises ValueError if this rank holds no shard of the table or several, see `shards`.
-        """
-        shards = self.shards(table)
-        if len(shards) != 1:
-            raise ValueError(
-                f"table {table!r}: this rank holds {len(shards)} shards of it; call shards(), or full() for the whole "
-                "table"
-            )
-        return next(iter(shards.values()))
-
-    def shards(self, table: str) -> dict[tuple[range, range], Tensor]:
-        """The live parts of a table that this rank holds, by rows and columns."""
-        self.spec.table(table)
-        placement = self.geometry.placement.by_name[table]
-        if placement.replicated:
-            whole = placement.table
-            return {(range(whole.num_embeddings), range(whole.embedding_dim)): self._table(table).weight}
-        shards = {}
-        for number, piece in enumerate(placement.pieces):
-            if self._ranks.rank in piece.owners:
-                rows = placement.rows(piece, piece.owners.index(self._ranks.rank))
-                shard = self._table(piece_name(placement, number)).weight[: rows.count]
-                shards[rows.range, range(piece.begin, piece.end)] = shard
-        return shards
-
-    @torch.no_grad()
-    def load_full(self, tables: Mapping[str, Tensor]) -> None:
-        """Copies this rank's part from whole tables `[rows, dim]`, which must be the same on all ranks."""
-        for name, rows_of_table in tables.items():
-            table = self.spec.table(name)
-            shape = (table.num_embeddings, table.embedding_dim)
-            if tuple(rows_of_table.shape) != shape:
-                raise ValueError(f"table {name!r}: shape {tuple(rows_of_table.shape)} does not fit; allowed: {shape}")
-            for (rows, columns), shard in self.shards(name).items():
-                shard.copy_(rows_of_table[rows.start : rows.stop : rows.step, columns.start : columns.stop])
-
-    @torch.no_grad()
-    def full(self, table: str) -> Tensor:
-        """The whole table `[rows, dim]`, on every rank. All ranks must call."""
-        return self._gather(table, lambda shard: shard.weight, None)
-
-    @torch.no_grad()
-    def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
-        """The whole states of a table by name, on every rank: `[rows, dim]` for states of elements, `[rows]` for states
-        of rows. All ranks must call."""
-        self.spec.table(table)
-        return {
-            state.name: self._gather(table, partial(_state_of, state.name), state.extent)
-            for state in self.states_of(table)
-        }
-
-    def _gather(self, name: str, take: Callable[[Table], Tensor], extent: Extent | None) -> Tensor:
-        """Gathers the weight, or a state of an extent, of all shards of a table. `take` gets it from a shard."""
-        spec, placement = self.spec.table(name), self.geometry.placement.by_name[name]
-        if placement.replicated:
-            return take(self._table(name)).clone()
-        of_rows = extent == "row"
-        dtype = torch.float32 if extent else getattr(torch, _torch_name(spec.dtype))
-        shape = (spec.num_embeddings,) if of_rows else (spec.num_embeddings, spec.embedding_dim)
-        whole = torch.empty(shape, dtype=dtype, device=self._device)
-        for number, piece in enumerate(placement.pieces):
-            for shard, owner in enumerate(piece.owners):
-                rows = placement.rows(piece, shard)
-                part = whole.new_empty((rows.count, *(() if of_rows else (piece.width,))))
-                if owner == self._ranks.rank:
-                    part.copy_(take(self._table(piece_name(placement, number)))[: rows.count])
-                if rows.count:
-                    self._wires.broadcast(part, owner)
-                row_slice = slice(rows.range.start, rows.range.stop, rows.range.step)
-                if of_rows:
-                    whole[row_slice] = part
-                else:
-                    whole[row_slice, piece.begin : piece.end] = part
-        return whole
-
-    def _table(self, name: str) -> Table:
-        for module in self._own_collections():
-            if name in module.named_tables():
-                return module.named_tables()[name]
-        raise PlanError(f"table {name!r}: this rank holds no part of it")
-
     # ---- Counters and errors ------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
@@ -482,7 +392,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         if wrong is None:
             groups = rule_groups(optimizer, self.spec)
             assert groups is not None
-            rules = _facts_of(groups)
+            rules = optimizer_facts(groups)
             facts = {"spec": self.spec.to_dict(), "plan": self.plan.to_dict(), "optimizer": rules, **options}
         return agree(self._ids, facts, wrong, drawn_seed())
 
@@ -495,23 +405,3 @@ def _resolve_step(
     plan = resolve_plan(spec, backend, arch, "int64")
     programs = {torch.int64: Program(plan, kernels).text}
     return resolve_step(spec, backend, programs, remaps, {}, widens=True)
-
-
-def _state_of(name: str, shard: Table) -> Tensor:
-    return shard.states()[name]
-
-
-def _facts_of(groups: RuleGroups) -> dict[str, Any]:
-    """What must be the same on all ranks about the optimizers: by the names of their groups, if there are several."""
-    by_group = {}
-    for number, group in enumerate(groups.groups):
-        optimizer = group.optimizer
-        facts = {"update": optimizer.update.to_dict(), "lr": float(optimizer.lr), "hyper": optimizer.hyper_values}
-        by_group[group.name] = facts | ({"tables": groups.table_names(group), "group": number} if group.name else {})
-    return by_group.get("", by_group)
-
-
-def _torch_name(dtype: str) -> str:
-    from embforge.codegen.dtypes import DTYPES
-
-    return DTYPES[dtype].torch_name

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
 
+from embforge.codegen.errors import PlanError
 from embforge.codegen.rules.rule import State
 from embforge.collection import EmbeddingCollection
 from embforge.sharded.exchange.collectives import Exchange
@@ -18,8 +19,10 @@ from embforge.sharded.stages.all2all import Vectors
 from embforge.sharded.stages.data_distributor import Distributor
 from embforge.sharded.stages.model_forward import Owner
 from embforge.sharded.stages.network import Network
-from embforge.sharded.state import HeldShards, held_names
+from embforge.sharded.state import held_names
+from embforge.sharded.whole_tables import WholeTables
 from embforge.storage.static import NO_RULE
+from embforge.storage.table import Table
 from embforge.training.calls import ROWS_CHANGED
 from embforge.training.numbers import Numbers
 from embforge.training.rule_groups import RuleGroup, RuleGroups
@@ -64,7 +67,7 @@ class SharedTrainer(Trainer):
         }
 
 
-class ShardedTraining(HeldShards):
+class ShardedTraining(WholeTables):
     """The training of a sharded collection: what happens at the end of a backward, and in a step. All ranks must call
     the same methods in the same order."""
 
@@ -166,6 +169,12 @@ class ShardedTraining(HeldShards):
     def _own_collections(self) -> list[EmbeddingCollection]:
         """The collections that hold this rank's rows."""
         return [part.module for part in (self.owner, self.replicas) if part is not None]
+
+    def _table(self, name: str) -> Table:
+        for module in self._own_collections():
+            if name in module.named_tables():
+                return module.named_tables()[name]
+        raise PlanError(f"table {name!r}: this rank holds no part of it")
 
     def _shared_trainer(self, groups: RuleGroups, accumulate: bool) -> SharedTrainer:
         parts = {"": self.owner, "replicated.": self.replicas}

@@ -56,8 +56,8 @@ def passes(module: str, *words: str) -> str:
 
 
 def test_the_driver_works_and_what_stands_on_the_launcher() -> None:
-    """In one process: the driver by itself, `verify`, a module that trains, the resolve step and the stages; and what a
-    launcher adds to kernels that run on simt too, when and how a mistake is told, and what is compared."""
+    """In one process: the driver by itself, `verify`, a module that trains, the resolve step and the stages. Bad input
+    and guards are tested here too, because a launcher decides when and how a mistake is reported."""
     checks = ("check_driver.py", VERIFY, "check_module.py", "check_resolve.py", "check_stages.py")
     files = (*(f"emulated_driver/{check}" for check in checks), "conformance/test_bad_input.py")
     printed = passes("pytest", *PYTEST, *files, "conformance/test_guards.py", "-k", f"check_ or ({OF_CONFORMANCE})")

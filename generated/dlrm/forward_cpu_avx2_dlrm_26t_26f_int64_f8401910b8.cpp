@@ -312,7 +312,7 @@ INLINE vec combine(vec running, vec next) {
     }
 }
 
-// Where a bag leaves what its backward needs: nowhere, because none follows.
+// Where a bag's backward finds what it needs. No backward follows, so this is empty.
 struct Kept {};
 
 // A tile of the sum (or selection) over some ids of a bag.

@@ -31,7 +31,7 @@ from embforge.launch.metadata import metadata_of, remap_metadata_of
 from embforge.verify.remaps import remap_rows
 
 SPEC = remapped(WITH_ROWS, ["a"])
-"""One remapped table, of four features, beside one whose ids are its rows."""
+"""One remapped table, with four features, and one whose ids are its rows."""
 ENTRIES = entries_of(SPEC)
 ONE = CollectionSpec([TableSpec("t", 3, 4, remap=7)], [FeatureSpec("f", "t")], name="one")
 ROW_OF = [2, -1, 0, 1, 2, 2, -1]
@@ -214,7 +214,7 @@ def test_an_entry_that_became_no_row_is_found(backend: str) -> None:
 
 
 def test_large_batches_are_resolved_in_parts() -> None:
-    """The borders of features lie within the parts that threads take."""
+    """The borders of features are within the parts that threads take."""
     generator = torch.Generator("cpu").manual_seed(1)
     lengths = torch.tensor([20_001, 3, 30_005, 7] + [100] * 20)[: len(EVERY.features)].repeat_interleave(2)
     values = torch.randint(-3, 33, (int(lengths.sum()),), generator=generator)

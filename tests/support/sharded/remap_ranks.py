@@ -16,7 +16,7 @@ ENTRIES = entries_of(REMAPPED)
 
 
 def same_as_rows(rank: int, size: int, backend: str) -> dict[str, bool]:
-    """A module by ids beside one by the rows that they stand for: results and rows after two steps."""
+    """Compares a module that takes ids with one that takes their rows: results, and the rows after two steps."""
     module, twin = made(REMAPPED, backend=backend, remap=ENTRIES), made(backend=backend)
     results = []
     for seed in range(2):

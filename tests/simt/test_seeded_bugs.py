@@ -73,8 +73,8 @@ BUGS = (
     ),
     Seeded(
         "racing store",
-        "if (active) write_bag<B>(stage.out + bag * OUTPUT_WIDTH,",
-        "if (active) write_bag<B>(stage.out,",
+        "out_t* const out = stage.out + index * OUTPUT_WIDTH;",
+        "out_t* const out = stage.out;",
         r"race: writes .* at `pooled`",
     ),
     Seeded(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.selections import SELECTIONS
 
 from embforge import optim
 from embforge.cli.common import load_spec
@@ -48,7 +47,7 @@ SPEC = CollectionSpec(
 FEW_BUCKETS = CollectionSpec(
     [TableSpec("wide", 30, 24), TableSpec("narrow", 2000, 3, "fp16")],
     [
-        *(FeatureSpec(pooling, "wide", pooling, padding_idx=4) for pooling in ("mean", *SELECTIONS, "none")),
+        *(FeatureSpec(pooling, "wide", pooling, padding_idx=4) for pooling in ("mean", "max", "none")),
         FeatureSpec("sum", "wide"),
         FeatureSpec("added", "narrow", weighted=True),
     ],
@@ -72,7 +71,6 @@ def test_every_plan_field_on_the_cpu_passes() -> None:
         "torch.nn.EmbeddingBag weighted sum",
         "torch.nn.EmbeddingBag mean",
         "torch.nn.EmbeddingBag max",
-        "torch.nn.EmbeddingBag max of negated rows",
         "torch.nn.functional.embedding",
     }
 
@@ -107,6 +105,7 @@ def test_a_wrong_number_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> N
     bits = [row for row in failed if row.check.startswith("reference bits: B=7")]
     assert bits and all("feature 'mean', sample 3, column 2: expected" in row.detail for row in bits)
     assert any(row.check == "torch.nn.EmbeddingBag mean" and "feature 'mean'" in row.detail for row in failed)
+    assert any(row.check == "torch.nn.EmbeddingBag max of negated rows" and row.passed for row in rows)
 
 
 class Raising(reference.ReferenceForward):

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import embforge as ef
-from embforge import collection, optim
+from embforge import lookups, optim
 from embforge.codegen.spec import CollectionSpec
 from embforge.collection import EmbeddingCollection
 from embforge.launch.cpu import backward as cpu_backward
@@ -210,7 +210,7 @@ def test_a_lack_of_memory_changes_nothing_in_any(monkeypatch: pytest.MonkeyPatch
     """Also if the lack is found by the second kernel."""
     module = trained("cpu", optimizer=MAPPINGS["the rest in padding"])
     module(*draw("cpu")).sum()
-    larger, block, given = draw("cpu", size=400), cpu_backward._block, []
+    larger, block, given = draw("cpu", size=400), cpu_backward._allocated, []
 
     def scarce(size: int) -> Tensor:
         given.append(size)
@@ -219,7 +219,7 @@ def test_a_lack_of_memory_changes_nothing_in_any(monkeypatch: pytest.MonkeyPatch
         return block(size)
 
     loss = module(*larger).sum()
-    monkeypatch.setattr(cpu_backward, "_block", scarce)
+    monkeypatch.setattr(cpu_backward, "_allocated", scarce)
     with nothing_changes(module), pytest.raises(MemoryError, match="no more"):
         loss.backward()
 
@@ -425,7 +425,7 @@ def test_the_same_ids_twice_in_a_compiled_graph(compiler: str) -> None:
 @every_backend
 def test_the_operators_check_their_arguments(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, twin = (trained(backend, WITH_ROWS, optimizer=SAME), trained(backend, WITH_ROWS))
-    monkeypatch.setattr(collection, "must_dispatch", lambda values: True)
+    monkeypatch.setattr(lookups, "must_dispatch", lambda values: True)
     for each in (module, twin):
         results = each.forward_dict(*draw(backend, spec=WITH_ROWS))
         sum(result.pow(2).sum() for result in results.values()).backward()  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from embforge import collection, id_resolution
+from embforge import id_resolution, lookups
 from embforge.operators import lookup as ops
 from embforge.operators.dispatch import has_numbers, must_dispatch
 from emulated_driver import control
@@ -348,7 +348,7 @@ def emulated() -> Iterator[None]:
     threads = mock.patch.object(threading.Thread, "run", _run_thread_emulated)
     engine = mock.patch.object(torch.autograd, "_engine_run_backward", _run_engine_emulated)
     seen = _as_plain(must_dispatch)
-    plain = mock.patch.multiple(collection, must_dispatch=seen, has_numbers=_as_plain(has_numbers))
+    plain = mock.patch.multiple(lookups, must_dispatch=seen, has_numbers=_as_plain(has_numbers))
     resolving = mock.patch.object(id_resolution, "must_dispatch", seen)
     with mock.patch.multiple(torch.cuda, **replaced), threads, engine, plain, resolving, _Everything():
         yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +25,12 @@ INT32_ROWS = 2**31 - 1
 """The number of rows from which rows, and the numbers that represent unknown ids, do not fit into int32."""
 
 
-@dataclass
-class _CachedMetadata:
-    """The metadata of the remaps in the last call."""
+class _CachedMetadata(NamedTuple):
+    """The metadata of the remaps in the last call. It is replaced as a whole, because calls may run in threads."""
 
-    addresses: list[int] = field(default_factory=list)
+    addresses: list[int]
     """The addresses and sizes of the remaps' entries, for which the metadata is valid."""
-    metadata: Metadata | None = None
+    metadata: Metadata
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class ResolveStep:
     """The other programs that the module runs, by the dtype of ids. An error about a missing kernel names them too."""
     widens: bool
     """Whether rows may need int64 although ids are int32."""
-    _cached: _CachedMetadata = field(default_factory=_CachedMetadata, compare=False, repr=False)
+    _cached: list[_CachedMetadata] = field(default_factory=list, compare=False, repr=False)
+    """Of the last call; empty before the first."""
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with rows in the place of ids. RuntimeError if a remap has no entries yet.
@@ -72,11 +73,13 @@ class ResolveStep:
         return batch._replace(values=rows)
 
     def _metadata(self, entries: Sequence[Tensor], device: torch.device) -> Metadata:
-        addresses, cached = addresses_of(entries), self._cached
-        if cached.metadata is None or cached.addresses != addresses:
-            check_remaps(self.spec, entries, device)
-            cached.addresses, cached.metadata = addresses, remap_metadata_of(self.spec, entries)
-        return cached.metadata
+        addresses, last_calls = addresses_of(entries), self._cached[:]
+        if last_calls and last_calls[0].addresses == addresses:
+            return last_calls[0].metadata
+        check_remaps(self.spec, entries, device)
+        metadata = remap_metadata_of(self.spec, entries)
+        self._cached[:] = [_CachedMetadata(addresses, metadata)]
+        return metadata
 
 
 def resolve_step(

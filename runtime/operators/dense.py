@@ -19,8 +19,8 @@ from embforge.number_formats import torch_computes, torch_dtype
 from embforge.operator_arguments import check_sequence_rows, checked_batch, checked_gradients, sequence_elements
 from embforge.operators.lookup import forward_results, forward_results_fake, program_of
 from embforge.operators.registration import Implementation, register
+from embforge.storage.common import NO_TORCH_GRADIENT
 from embforge.storage.parameter_table import dense_gradient
-from embforge.storage.static import NO_TORCH_GRADIENT
 from embforge.training.calls import TableMemory, refuse_double_backward, run_forward_kernel, run_reduce_kernel
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embforge.codegen.spec import CollectionSpec
 from embforge.sharded.state import HeldTable
-from embforge.storage.static import starting_bound
+from embforge.storage.common import starting_bound
 
 
 def draw_rows(spec: CollectionSpec, held: Iterable[HeldTable], seed: int) -> None:

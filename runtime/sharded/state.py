@@ -25,7 +25,7 @@ from embforge.codegen.sharding.kinds import ShardPlan
 from embforge.codegen.sharding.placement import Piece, Rows, TablePlacement
 from embforge.sharded.exchange.collectives import Ranks
 from embforge.sharded.norms import user_rule
-from embforge.storage.remap import Remap, checked_entries
+from embforge.storage.remap import Remap, loaded_entries
 from embforge.storage.rule_entry import ENTRY, check_keys, rule_entry, wrong_rule
 from embforge.storage.table import Table
 from embforge.training.surface import TrainingSurface
@@ -130,8 +130,8 @@ class HeldShards(TrainingSurface):
         destination.update({prefix + key: live.contiguous() for key, live in self._saved().items()})
         destination.update({prefix + key: counter.clone() for key, counter in self.trainer.counters().items()})
         destination.update({prefix + key: rule_entry(rule) for key, rule in self._rules().items()})
-        known = {name: remap.entries for name, remap in self._remaps.items() if remap.is_known}
-        destination.update({f"{prefix}tables.{name}.remap.entries": entries for name, entries in known.items()})
+        entries = {f"{prefix}tables.{name}.remap.entries": remap.entries for name, remap in self._remaps.items()}
+        destination.update(entries)
 
     @torch.no_grad()
     def _load_from_state_dict(
@@ -163,7 +163,7 @@ class HeldShards(TrainingSurface):
         for key, remap in remaps.items():
             try:
                 if key in state_dict:
-                    checked_entries(remap.table, state_dict[key])
+                    loaded_entries(remap.table, state_dict[key])
             except (TypeError, ValueError) as error:
                 wrong.append(f"{key}: {error}")
         for key, target in (live | counters).items():
@@ -196,7 +196,7 @@ class HeldShards(TrainingSurface):
                 target.copy_(state_dict[prefix + key])
         for key, remap in remaps.items():
             if key in state_dict and not remap.entries.is_meta:
-                remap.set(state_dict[key])
+                remap.load(state_dict[key])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Applies a function to parameters and buffers. Casts do not change the tables; a move to another device

@@ -21,7 +21,7 @@ from embforge.sharded.stages.model_forward import Owner
 from embforge.sharded.stages.network import Network
 from embforge.sharded.state import held_names
 from embforge.sharded.whole_tables import WholeTables
-from embforge.storage.static import NO_RULE
+from embforge.storage.common import NO_RULE
 from embforge.storage.table import Table
 from embforge.training.calls import ROWS_CHANGED
 from embforge.training.numbers import Numbers

@@ -12,8 +12,9 @@ from embforge.codegen.layout import TableLayout
 from embforge.codegen.spec import CollectionSpec
 from embforge.memory import ask_for_huge_pages
 from embforge.number_formats import torch_computes
+from embforge.storage.common import NO_TORCH_GRADIENT
 from embforge.storage.remap import Remap
-from embforge.storage.static import NO_TORCH_GRADIENT, StaticTable, note_coalesced
+from embforge.storage.static import StaticTable, note_coalesced
 
 Sparse = bool | Collection[str] | None
 

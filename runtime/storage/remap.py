@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from embforge.input_forms import as_tensor
 
 UNKNOWN = -2
 """Fills the entries of a remap until they are set or loaded."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Remap(nn.Module):
@@ -31,19 +33,33 @@ class Remap(nn.Module):
     def __init__(self, table: TableSpec, device: torch.device) -> None:
         super().__init__()
         self.table = table
-        self._was_known = False
+        self._known: ReferenceType[Tensor] | None = None
+        """The entries that were seen to be known. Others may take their place, e.g. in a functional call."""
         self.register_buffer("entries", _unknown(table, device))
 
     @property
     def is_known(self) -> bool:
-        """Whether the entries have been set, loaded or written. It reads them in every call until they have been."""
-        if not self._was_known and not self.entries.is_meta:
-            self._was_known = bool((self.entries != UNKNOWN).any())
+        """Whether all entries have been set, loaded or written. It reads them in every call until they have been."""
+        if self._was_known:
+            return True
+        if not self.entries.is_meta and not bool((self.entries == UNKNOWN).any()):
+            self._known = ref(self.entries)
         return self._was_known
+
+    @property
+    def _was_known(self) -> bool:
+        """Whether the present entries were known in an earlier call. It does not read them."""
+        return self._known is not None and self._known() is self.entries
 
     def set(self, new_entries: Any) -> None:
         """Copies entries from a tensor, an array or a list. ValueError or TypeError names what is wrong with them."""
-        entries = checked_entries(self.table, new_entries)
+        self._replace(checked_entries(self.table, new_entries))
+
+    def load(self, saved: Any) -> None:
+        """Copies entries of a state dict, which may be those of a module whose entries were not known."""
+        self._replace(loaded_entries(self.table, saved))
+
+    def _replace(self, entries: Tensor) -> None:
         if self.entries.is_meta:
             raise ValueError(
                 f"remap of table {self.table.name!r}: the module is on the meta device, where entries would be lost; "
@@ -51,7 +67,7 @@ class Remap(nn.Module):
             )
         with torch.no_grad():
             self.entries.copy_(entries)
-        self._was_known = not entries.is_meta
+        self._known = None if entries.is_meta or _are_unknown(entries) else ref(self.entries)
 
     def move_to(self, device: torch.device) -> None:
         """Moves the entries to a device. Entries that come from the meta device are unknown afterwards."""
@@ -60,15 +76,20 @@ class Remap(nn.Module):
         known = self.is_known and device.type != "meta"
         with torch.inference_mode(False):  # a tensor made in inference mode could never be written again
             self.entries = self.entries.to(device) if known else _unknown(self.table, device)
-        self._was_known = known
 
     def check(self) -> None:
         """Raises RuntimeError unless the entries have been set or loaded."""
-        if not self.is_known and not self.entries.is_meta:
+        name = self.table.name
+        if torch.compiler.is_compiling():  # a graph cannot depend on what entries are, and has tensors of its own
+            if self._known is None and not self.entries.is_meta:
+                raise RuntimeError(
+                    f"table {name!r}: a graph is made before it is known which rows the {self.table.remap} ids have; "
+                    f"call set_remap({name!r}, entries), or the module itself, before it is compiled or exported"
+                )
+        elif not self.is_known and not self.entries.is_meta:
             raise RuntimeError(
-                f"table {self.table.name!r}: which rows its {self.table.remap} ids have is not known yet; make the "
-                f"module with remap={{{self.table.name!r}: entries}}, call set_remap({self.table.name!r}, entries), or "
-                "load a state dict that has them"
+                f"table {name!r}: which rows its {self.table.remap} ids have is not known yet; make the module with "
+                f"remap={{{name!r}: entries}}, call set_remap({name!r}, entries), or load a state dict that has them"
             )
 
     def extra_repr(self) -> str:
@@ -79,8 +100,10 @@ class Remap(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.is_known or self.entries.is_meta:
-            destination[f"{prefix}entries"] = self.entries
+        destination[f"{prefix}entries"] = self.entries  # unknown ones too: checkpoints are loaded into what is here
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # a weak reference cannot be copied
 
     def _load_from_state_dict(
         self,
@@ -97,7 +120,7 @@ class Remap(nn.Module):
             missing_keys.append(key)
             return
         try:
-            entries = checked_entries(self.table, state_dict[key])
+            entries = loaded_entries(self.table, state_dict[key])
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{key}: {error}")
             return
@@ -105,7 +128,7 @@ class Remap(nn.Module):
         if self.entries.is_meta and local_metadata.get("assign_to_params_buffers", False):
             self.move_to(entries.device)
         if not self.entries.is_meta and not entries.is_meta:
-            self.set(entries)
+            self.load(entries)
 
 
 class RemappedModule:
@@ -162,18 +185,31 @@ def remap_named(spec: CollectionSpec, remaps: Mapping[str, Remap], table: str) -
     return remaps[table]
 
 
+def loaded_entries(table: TableSpec, saved: Any) -> Tensor:
+    """The entries of a state dict: `checked_entries`, or unknown ones if the module that saved them had no others."""
+    if isinstance(saved, Tensor) and saved.shape == (table.num_ids,) and not saved.is_meta and _are_unknown(saved):
+        return saved
+    return checked_entries(table, saved)
+
+
+def _are_unknown(entries: Tensor) -> bool:
+    return entries.dtype == torch.int64 and entries.layout is torch.strided and bool((entries == UNKNOWN).all())
+
+
 def checked_entries(table: TableSpec, new_entries: Any) -> Tensor:
     """The entries as an int64 tensor. ValueError or TypeError names what is wrong with them."""
     entries = as_tensor(new_entries)
     where = f"remap of table {table.name!r}"
     if isinstance(entries, list | tuple):
         try:
-            entries = as_tensor(np.asarray(entries))
+            entries = as_tensor(np.asarray(entries, dtype=None if entries else np.int64))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"{where}: {error}; allowed: whole numbers, one for each id") from None
-    if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64):
+    if not isinstance(entries, Tensor) or entries.dtype not in INTEGERS:
         got = entries.dtype if isinstance(entries, Tensor) else type(new_entries).__name__
-        raise TypeError(f"{where}: got {got}; allowed: a tensor of torch.int64 or torch.int32")
+        raise TypeError(f"{where}: got {got}; allowed: whole numbers, as a tensor of torch.int64")
+    if entries.layout is not torch.strided or entries.is_nested:
+        raise TypeError(f"{where}: got a tensor that is sparse or nested; allowed: a dense one, an entry for each id")
     if entries.shape != (table.num_ids,):
         raise ValueError(f"{where}: shape {tuple(entries.shape)}; allowed: ({table.num_ids},), an entry for each id")
     entries = entries.long()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from embforge.chosen_device import device_after
-from embforge.codegen.dtypes import FLOATS
 from embforge.codegen.layout import TableLayout
 from embforge.codegen.reading.numbers import size
-from embforge.codegen.spec import TableSpec
 from embforge.memory import ask_for_huge_pages
 from embforge.number_formats import torch_computes, torch_dtype
+from embforge.storage.common import NO_RULE, NO_TORCH_GRADIENT, starting_bound
 from embforge.storage.padded_parameters import guard_padded
 from embforge.storage.remap import Remap
 from embforge.storage.rule_entry import ENTRY, rule_entry, wrong_rule
@@ -25,13 +23,6 @@ from embforge.torch_internals import has_gradient_hooks, sparse_values
 
 COALESCED_ADDRESS = "_embforge_coalesced_address"
 """Name of a parameter's attribute: the address of the values of a coalesced gradient that is about to be stored."""
-NO_TORCH_GRADIENT = (
-    "an fp8 table cannot be trained by torch.optim: torch has no fp8 gradients; give the module an optimizer of "
-    "embforge.optim, which updates its rows itself, or freeze the table"
-)
-"""Why an fp8 table that is a parameter cannot be trained."""
-NO_RULE = "its optimizer is None, so that it cannot be trained; make the module with an optimizer for it"
-"""Why a table that a mapping of optimizers maps to None cannot be trained."""
 
 
 class StaticTable(nn.Module):
@@ -254,11 +245,6 @@ class StaticTable(nn.Module):
         else:
             self.weight = _parameter(allocate(self.layout, device), like.weight)
             self.section = allocate_section(self.layout, device)
-
-
-def starting_bound(table: TableSpec) -> float:
-    """How far from zero the numbers of new rows may be: 1/sqrt(rows), but no less than the format's own least bound."""
-    return max(1 / math.sqrt(table.num_embeddings), FLOATS[table.dtype].least_bound)
 
 
 def allocate(layout: TableLayout, device: torch.device) -> Tensor:

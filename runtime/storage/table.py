@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from embforge.codegen.errors import SpecError
 from embforge.codegen.layout import TableLayout
 from embforge.codegen.spec import TableSpec
 from embforge.storage.parameter_table import ParameterTable
@@ -89,11 +90,26 @@ def new_table(
     the first update, and `has_rule` says whether an optimizer trains this table. Without one, the rows are a parameter,
     whose gradient is `sparse` or dense.
     """
-    assert spec.storage == "static", "the only kind of table so far; other kinds are chosen here"
+    if spec.storage != "static":  # other kinds of table are chosen here
+        raise SpecError(f"table {spec.name!r}: storage={spec.storage!r} has no kind of table; allowed: 'static'")
     remap = None if spec.ids_are_rows else Remap(spec, device)
     if fused:
         return StaticTable(layout, device, fused=True, initial=initial, has_rule=has_rule, remap=remap)
     return ParameterTable(layout, device, sparse=sparse, remap=remap)
+
+
+def weights_of(tables: Iterable[Table], fused: bool) -> list[Tensor]:
+    """The present rows of tables: parameters, unless a fused optimizer trains the tables.
+
+    They are read where nn.Module keeps them, because small lookups take microseconds, and 26 lookups of an attribute
+    by name take as long. A kind of table may also compute `weight`.
+    """
+    try:
+        if fused:
+            return [table.__dict__["weight"] for table in tables]
+        return [table.__dict__["_parameters"]["weight"] for table in tables]
+    except KeyError:
+        return [table.weight for table in tables]
 
 
 def remaps_of(tables: Mapping[str, Table]) -> dict[str, Remap]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from embforge.codegen.layout import CollectionLayout
 from embforge.launch.metadata import addresses_of, check_tables
-from embforge.storage.static import NO_RULE, NO_TORCH_GRADIENT
-from embforge.storage.table import Table
+from embforge.storage.common import NO_RULE, NO_TORCH_GRADIENT
+from embforge.storage.table import Table, weights_of
 from embforge.training.calls import Programs, TableMemory
 from embforge.training.surface import TrainingSurface
 from embforge.training.trainer import wrong_counter
@@ -119,9 +119,7 @@ class TrainableCollection(TrainingSurface):
 
     def _weights(self) -> list[Tensor]:
         tables: Any = self._modules["tables"]  # faster than self.tables, which nn.Module.__getattr__ would look up
-        if self._fused:
-            return [table.__dict__["weight"] for table in tables._modules.values()]
-        return [table._parameters["weight"] for table in tables._modules.values()]
+        return weights_of(tables._modules.values(), self._fused)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -260,6 +260,11 @@ class CollectionSpec:
         return not all(table.ids_are_rows for table in self.tables)
 
     @property
+    def num_remapped(self) -> int:
+        """The number of tables whose ids are not their rows."""
+        return sum(not table.ids_are_rows for table in self.tables)
+
+    @property
     def remap_bytes(self) -> int:
         """Bytes of the arrays that say which row each id of a remapped table has."""
         return 8 * sum(table.num_ids for table in self.tables if not table.ids_are_rows)

@@ -104,6 +104,8 @@ class Costs:
     step: Step
     remap_bytes: int = 0
     """Bytes of the rows of ids, which every rank holds."""
+    num_remapped: int = 0
+    """The number of tables whose ids are not their rows."""
 
     @cached_property
     def features(self) -> dict[str, list[FeatureSpec]]:
@@ -305,7 +307,7 @@ class Loads:
         asks = worth_asking(self["asked_numbers"] + self["asked"], samples, self["columns"]) & (self["columns"] > 0)
         asked = np.where(asks, self["asked"], 0.0)
         found = {
-            "header": header_bytes(self["streams"] + self["asking"]),
+            "header": header_bytes(self["streams"] + self["asking"], self.costs.num_remapped),
             "ids": id_bytes(self["ids"], samples, self["pooled"], self["weighted"], wide, asked),
             "vectors": np.where(asks, self["asked_bytes"] + self["vector_rows"], self._all_vectors),
         }
@@ -398,7 +400,7 @@ def costs_of(placement: Placement, topology: Topology, step: Step) -> Costs:
     """Costs on machines like the topology's, with the placement's number of ranks and size of nodes."""
     n, m = placement.world_size, placement.node_size
     sized = replace(topology, nodes=n // m, ranks_per_node=m)
-    return Costs(placement.spec, sized, step, placement.remap_bytes)
+    return Costs(placement.spec, sized, step, placement.remap_bytes, placement.num_remapped)
 
 
 def links_of(to_owner: Floats, topology: Topology) -> tuple[Floats, Floats, Floats, Floats]:

@@ -97,7 +97,7 @@ def choose(
     topology = topology if world_size is None else topology.of_size(world_size)
     step = step or Step(batch_size, access_of(workload), update, Wire(forward, gradients, duplicates, pools=pools))
     allowed = _checked(spec, constraints or {})
-    costs = Costs(spec, topology, step, spec.remap_bytes)
+    costs = Costs(spec, topology, step, spec.remap_bytes, spec.num_remapped)
     searches = CROWD_WEIGHTS if len(spec.tables) * topology.world_size < MANY else CROWD_WEIGHTS[:1]
     runs = [_Search(costs, allowed, weight) for weight in searches]
     for search in runs:

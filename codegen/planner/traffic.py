@@ -48,9 +48,9 @@ def row_bytes(format: str, width: int) -> int:
     return SCALE_BYTES + -(-width // 4) * 4 if dtype.is_packed else dtype.bytes * width
 
 
-def header_bytes(streams: Any) -> Any:
-    """Bytes of the header from one rank to another that receives `streams` streams."""
-    return 8 * (HEADER_WORDS + streams)
+def header_bytes(streams: Any, remapped: int) -> Any:
+    """Bytes of the header from one rank to another that receives `streams` streams, with `remapped` remapped tables."""
+    return 8 * (HEADER_WORDS + remapped + streams)
 
 
 def id_bytes(ids: Any, samples: Any, pooled: Any, weighted: Any, wide: Any, asked: Any = 0) -> Any:

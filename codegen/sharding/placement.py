@@ -99,6 +99,8 @@ class Placement:
     tables: tuple[TablePlacement, ...]
     remap_bytes: int = 0
     """Bytes of the rows of ids, which every rank holds."""
+    num_remapped: int = 0
+    """The number of tables whose ids are not their rows. `spec` is the one by rows."""
 
     @cached_property
     def by_name(self) -> dict[str, TablePlacement]:
@@ -114,7 +116,7 @@ def place(plan: ShardPlan, spec: CollectionSpec, world_size: int, node_size: int
 
     `PlanError` names the table that cannot be placed so, and why.
     """
-    remap_bytes, spec = spec.remap_bytes, spec.by_rows()
+    remap_bytes, num_remapped, spec = spec.remap_bytes, spec.num_remapped, spec.by_rows()
     node_size = world_size if node_size is None else node_size
     if world_size < 1 or node_size < 1 or world_size % node_size:
         raise PlanError(
@@ -142,7 +144,7 @@ def place(plan: ShardPlan, spec: CollectionSpec, world_size: int, node_size: int
                 )
         placements[table.name] = placement
     ordered = tuple(placements[table.name] for table in spec.tables)
-    return Placement(spec, world_size, node_size, ordered, remap_bytes)
+    return Placement(spec, world_size, node_size, ordered, remap_bytes, num_remapped)
 
 
 def place_table(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads: list[float]) -> TablePlacement:

@@ -36,6 +36,7 @@ from embforge.sharded.exchange.wire import Wire
 from embforge.sharded.join import EmptyCalls
 from embforge.sharded.lookup import ShardedLookup, run_forward
 from embforge.sharded.norms import RowNorms, needs_norms, shared_rules
+from embforge.sharded.remap_agreement import RemapDigests
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.stages.all2all import Vectors
 from embforge.sharded.stages.data_distributor import Distributed, Distributor
@@ -192,8 +193,9 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         requests_pools = self._ranks.size > 1 and pools == "different"
         arrays = StageArrays(self.geometry, self._ranks.rank, device, bases, requests_pools=requests_pools)
         self.distributor = Distributor(
-            arrays, self._ids, stage_plan, spec, bounds_check, duplicates == "merge", kernel_directory
-        )
+            arrays, self._ids, stage_plan, spec, bounds_check, duplicates == "merge", RemapDigests(self._remaps),
+            kernel_directory,
+        )  # fmt: skip
         self.vectors = Vectors(
             arrays, self._wires, Wire(forward, stage_plan, kernel_directory),
             Wire(backward, stage_plan, kernel_directory), stage_plan, kernel_directory,

@@ -25,6 +25,7 @@ from embforge.launch.stage_calls import Stages
 from embforge.launch.stages import stages_of
 from embforge.sharded.exchange.buffers import on_device
 from embforge.sharded.exchange.collectives import Exchange
+from embforge.sharded.remap_agreement import RemapDigests
 from embforge.sharded.stages.pool_dedup import PoolRequester, PoolRequests, RequestedPools
 from embforge.sharded.stages.stage_metadata import FIXED, Numbers, StageArrays
 
@@ -87,6 +88,7 @@ class Distributor:
     bounds_check: str
     merge: bool
     """Whether an id that occurs several times in a sequence is sent once."""
+    remaps: RemapDigests
     kernels: str | None = None
     _cache: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -100,10 +102,10 @@ class Distributor:
         own = self._nothing() if isinstance(batch, Exception) else batch
         try:
             stages = stages_of(self._plans[own.values.dtype], self.kernels)
-            counted = self._count(stages, own)
+            counted, digests = self._count(stages, own), self.remaps.words()
         except Exception as error:  # e.g. no compiler, no memory: the other ranks must be notified
-            failure, counted = error, self._uncounted(own)
-        header = self._header(counted, own, flags, call, failure)
+            failure, counted, digests = error, self._uncounted(own), [0] * len(self.remaps.remaps)
+        header = self._header(counted, [own.batch, flags, call, *digests], failure)
         world, rank = self.arrays.geometry.world_size, self.arrays.rank
         sizes = self.arrays.header_sizes
         received = self.exchange.all_to_all(
@@ -118,8 +120,9 @@ class Distributor:
         features = len(self.arrays.geometry.spec.features)
         sent = host[self.arrays.header_at] if len(self.arrays.header_at) else np.zeros(0, dtype=np.int64)
         samples = headers[:, _BATCH]
-        end = FIXED + len(self.arrays.geometry.streams_to[rank])
-        counts = headers[:, FIXED:end]
+        begin = self.arrays.fixed_words
+        end = begin + len(self.arrays.geometry.streams_to[rank])
+        counts = headers[:, begin:end]
         requests = self.pool_requester.requests(headers[:, end:], host, samples) if self.arrays.requests_pools else None
         words_in, incoming = self._exchange_ids(stages, own, counted, sent, counts, samples, requests)
         return Distributed(
@@ -149,9 +152,9 @@ class Distributor:
         names = {torch.int32: "int32", torch.int64: "int64"}
         return {dtype: replace(self.plan, id_dtype=name) for dtype, name in names.items()}
 
-    def _header(self, counted: _Counted, own: Batch, flags: int, call: int, failure: Exception | None) -> Tensor:
-        """The headers for all ranks: counts, and before them the words that are the same for every rank."""
-        numbers = [own.batch, flags, call]
+    def _header(self, counted: _Counted, numbers: list[int], failure: Exception | None) -> Tensor:
+        """The headers for all ranks: counts, and before them the words that are the same for every rank, which are the
+        mistake and `numbers`."""
         if counted.header.is_cpu:  # several small operations of torch would take longer than the kernel
             words = counted.header.numpy()
             fixed_words = [*counted.mistake.tolist(), *numbers]
@@ -341,6 +344,9 @@ class Distributor:
         calls = headers[:, _CALL]
         if failure is not None:
             raise failure
+        # Where all ranks have a batch of the same call, other remaps explain a mistake in it better than its ids do.
+        if (calls == calls[0]).all() and (headers[:, _MISTAKE] != REFUSED).all():
+            self.remaps.compare(headers[:, FIXED : self.arrays.fixed_words])
         for rank, words in enumerate(headers.tolist()):
             if words[_MISTAKE]:
                 self._raise_mistake(rank, words, own)

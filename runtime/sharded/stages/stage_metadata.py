@@ -24,7 +24,7 @@ from embforge.codegen.stages import (
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 FIXED = len(HEADER_WORDS)
-"""The number of words at the begin of a header that are the same for all ranks."""
+"""The number of words at the begin of every header. Digests of remaps follow them, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,16 @@ class StageArrays:
         return sum(row >= 0 for row in self.length_rows) + len(self.replicated_features)
 
     @cached_property
+    def fixed_words(self) -> int:
+        """The number of words at the begin of a header that are the same for all ranks: `FIXED`, and one for each
+        remapped table."""
+        return FIXED + self.geometry.placement.num_remapped
+
+    @cached_property
     def header_sizes(self) -> list[int]:
         """The number of words of the header to each rank."""
         return [
-            FIXED + len(streams) + len(requestable)
+            self.fixed_words + len(streams) + len(requestable)
             for streams, requestable in zip(self.geometry.streams_to, self.requestable_to, strict=True)
         ]
 
@@ -203,8 +209,8 @@ class StageArrays:
 
     @cached_property
     def header_fixed_at(self) -> Numbers:
-        """`[ranks, FIXED]`: the positions of the words that are the same for all ranks."""
-        return np.array(self.header_begins[:-1], dtype=np.int64)[:, None] + np.arange(FIXED)
+        """`[ranks, fixed_words]`: the positions of the words that are the same for all ranks."""
+        return np.array(self.header_begins[:-1], dtype=np.int64)[:, None] + np.arange(self.fixed_words)
 
     @cached_property
     def header_fixed(self) -> Tensor:
@@ -217,7 +223,7 @@ class StageArrays:
         at = np.zeros(len(self.geometry.streams), dtype=np.int64)
         for begin, streams in zip(self.header_begins, self.geometry.streams_to, strict=False):
             for number, index in enumerate(streams):
-                at[index] = begin + FIXED + number
+                at[index] = begin + self.fixed_words + number
         return at
 
     @cached_property
@@ -227,7 +233,8 @@ class StageArrays:
         at = np.full(len(self.geometry.streams), -1, dtype=np.int64)
         for rank, (begin, streams) in enumerate(zip(self.header_begins, self.requestable_to, strict=False)):
             if rank != self.rank:
-                at[list(streams)] = begin + FIXED + len(self.geometry.streams_to[rank]) + np.arange(len(streams))
+                first = begin + self.fixed_words + len(self.geometry.streams_to[rank])
+                at[list(streams)] = first + np.arange(len(streams))
         return at
 
     @cached_property

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,16 @@ def test_the_planner_expects_what_the_formulas_give(
             continue  # an all-reduce has no links; norms want expected rows, which are no whole numbers
         assert np.allclose(inside.get(name, 0.0), (pairs * same).sum(axis=1)), name
         assert np.allclose(outside.get(name, 0.0), (pairs * ~same).sum(axis=1)), name
+
+
+def test_every_remapped_table_is_a_word_of_all_headers() -> None:
+    tables = (SPEC.tables[0], *(replace(table, remap=99) for table in SPEC.tables[1:]))
+    found = []
+    for spec in (SPEC, replace(SPEC, tables=tables)):
+        placement = place(ShardPlan.row_wise(spec), spec, 4, 2)
+        costs = costs_of(placement, load_topology("h100x8"), Step(64))
+        found.append(sum(of["header"] for of in sent_bytes(loads_of(placement, costs))))
+    assert np.array_equal(found[1], found[0] + 8 * 3 * 3)  # three tables, three other ranks
 
 
 @pytest.mark.parametrize("kind", [ColumnWise(2), ColumnWise(4, (0, 1)), ColumnWise(4), Grid(2), Grid(3)])

@@ -30,3 +30,24 @@ def test_state_and_mistakes() -> None:
         assert ("shape (20,); allowed: (21,)" if rank else "its arguments were refused") in found["refused"]
         assert "table 't': remap=9 is not allowed here, because tables of the same width" in found["fused"]
         assert found["plan"]
+
+
+def test_entries_that_differ_after_construction_are_refused_on_all_ranks() -> None:
+    for rank, found in enumerate(run_ranks(3, work.differences_after_construction)):
+        other = "on rank 2 are not those of rank 0, so equal ids would have different rows"
+        assert f"RankError: remap: ranks differ: the entries of table 'rows' {other}" in found["set"]
+        assert "Call set_remap(table, entries) with the same entries on every rank" in found["set"]
+        assert f"the entries of tables 'rows', 'whole' {other}" in found["written"]
+        assert f"the entries of table 'copied' {other}" in found["loaded"]
+        assert found["set again"] and found["loaded again"] and found["rows"]
+        assert f"the entries of table 'rows' {other}" in found["with a bad id"]
+        assert ("values: " if rank == 2 else "its batch was refused") in found["with no batch"]
+
+
+def test_digests_are_computed_when_entries_change() -> None:
+    assert run_ranks(2, work.digests_are_kept) == [[3, 1]] * 2
+
+
+def test_a_header_has_a_word_for_each_remapped_table() -> None:
+    for remapped, plain in run_ranks(2, work.header_bytes_sent):
+        assert remapped == plain + 8 * len(work.ENTRIES)

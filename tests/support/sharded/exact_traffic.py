@@ -86,7 +86,7 @@ def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, u
         asking = asking_of(geometry, d, counted) if wire.pools == "different" else np.zeros(n, dtype=bool)
         asked = np.where(asking, counted.asked[:, list(geometry.asking_to[d])].sum(axis=1), 0)
         counts = len(streams) + len(geometry.asking_to[d]) * (wire.pools == "different")
-        pairs["header"][:, d] = header_bytes(counts)
+        pairs["header"][:, d] = header_bytes(counts, geometry.placement.num_remapped)
         pairs["ids"][:, d] = id_bytes(sent.sum(axis=1), samples, pooled, weighted, geometry.wide_ids, asked)
         pairs["vectors"][d] = _vectors(geometry, d, counted, wire.forward, asking)
         pairs["gradients"][:, d] = _vectors(geometry, d, counted, wire.gradients, np.zeros(n, dtype=bool))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from support.remaps import entries_of, ids_for, remapped
 from support.sharded.mix import SPEC, batch_of, made, rows_of, step
 
 import embforge as ef
-from embforge.sharded import ShardPlan
+from embforge.sharded import ShardPlan, remap_agreement
+from embforge.storage.remap import digests_of
 
 REMAPPED = remapped(SPEC, ["rows", "whole", "copied"])
 ENTRIES = entries_of(REMAPPED)
@@ -73,6 +75,62 @@ def state_and_mistakes(rank: int, size: int) -> dict[str, Any]:
     told["fused"] = _error(lambda: ef.sharded.DistributedSparseEmbedding(summed, optimizer=ef.optim.SGD(lr=0.1)))
     told["plan"] = made(REMAPPED, plan, remap=ENTRIES).remap("rows").tolist() == ENTRIES["rows"].tolist()
     return told
+
+
+def differences_after_construction(rank: int, size: int) -> dict[str, Any]:
+    """What the next call raises after one rank has set, written or loaded other entries, and what follows."""
+    told: dict[str, Any] = {}
+    module = made(REMAPPED, remap=ENTRIES)
+    batch, last = _batch(rank), rank == size - 1
+    state = {key: entry.clone() for key, entry in module.state_dict().items()}
+    expected = module.forward_dict(*batch)
+    rows = module.full("rows")
+    if last:
+        module.set_remap("rows", ENTRIES["rows"].flip(0))
+    told["set"] = _error(lambda: module.forward_dict(*batch))
+    module.set_remap("rows", ENTRIES["rows"])
+    told["set again"] = _equal(module.forward_dict(*batch), expected)
+    if last:
+        module.remap("rows")[0] = 1 - ENTRIES["rows"][0].clamp(0, 1)
+        module.remap("whole").copy_(ENTRIES["whole"].flip(0))
+    told["written"] = _error(lambda: module.forward_dict(*batch))
+    flipped = {key: entry.flip(0) if last and "copied.remap" in key else entry for key, entry in state.items()}
+    module.load_state_dict(flipped)
+    told["loaded"] = _error(lambda: module.forward_dict(*batch))
+    module.load_state_dict(state)
+    told["loaded again"] = _equal(module.forward_dict(*batch), expected)
+    told["rows"] = torch.equal(rows, module.full("rows"))
+    if last:
+        module.set_remap("rows", torch.full_like(ENTRIES["rows"], -1))
+    wrong = batch[0].clone()
+    wrong[0] = -5 if last else wrong[0]
+    told["with a bad id"] = _error(lambda: module.forward_dict(wrong, *batch[1:]))
+    told["with no batch"] = _error(lambda: module.forward_dict(None if last else batch[0], *batch[1:]))
+    return told
+
+
+def digests_are_kept(rank: int, size: int) -> list[int]:
+    """How many digests are computed in three calls, and in one call after a table was set."""
+    module = made(REMAPPED, remap=ENTRIES)
+    batch, counts = _batch(rank), []
+    with mock.patch.object(remap_agreement, "digests_of", side_effect=digests_of) as computed:
+        for _ in range(3):
+            module.forward_dict(*batch)
+        counts.append(computed.call_count)
+        module.set_remap("rows", ENTRIES["rows"])
+        module.forward_dict(*batch)
+        counts.append(computed.call_count - counts[0])
+    return counts
+
+
+def header_bytes_sent(rank: int, size: int) -> list[int]:
+    """The bytes of a header to another rank: with remapped tables, and with their rows as ids."""
+    found = []
+    for spec, entries, batch in ((REMAPPED, ENTRIES, _batch(rank)), (SPEC, None, batch_of(rank, 3, least=1))):
+        module = made(spec, remap=entries)
+        module.forward_dict(*batch)
+        found.append(module.counters()["header"])
+    return found
 
 
 def _batch(rank: int) -> Any:

@@ -25,6 +25,7 @@ from embforge.inputs import BOUNDS_CHECKS, CPU, BoundsCheck, normalise, usual_bo
 from embforge.launch.kernels import loaded_kernel
 from embforge.lookups import Lookups
 from embforge.operators.exported import ExportedLookup
+from embforge.pickle_layout import with_layout, without_layout
 from embforge.plan_choice import Choices, check_batch_size, check_params, choose_params, usable
 from embforge.storage.parameter_table import Sparse, sparse_tables
 from embforge.storage.remap import Remap, RemappedModule, set_remaps
@@ -358,9 +359,9 @@ class EmbeddingCollection(RemappedModule, Lookups):
             "_facade": None,
             "_resolve": None,
         }
-        return {**kept, **emptied}
+        return with_layout(kept | emptied)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)
+        nn.Module.__setstate__(self, without_layout(state))
         self.programs = self._program_texts(self.device)
         self._own_rows()

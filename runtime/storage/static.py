@@ -14,6 +14,7 @@ from embforge.codegen.layout import TableLayout
 from embforge.codegen.reading.numbers import size
 from embforge.memory import ask_for_huge_pages
 from embforge.number_formats import torch_computes, torch_dtype
+from embforge.pickle_layout import with_layout, without_layout
 from embforge.storage.common import NO_RULE, NO_TORCH_GRADIENT, starting_bound
 from embforge.storage.padded_parameters import guard_padded
 from embforge.storage.remap import Remap
@@ -158,10 +159,10 @@ class StaticTable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # With a fused optimizer, weight is a view of block, and is made again from it.
-        return {key: value for key, value in self.__dict__.items() if key != "weight"}
+        return with_layout({key: value for key, value in self.__dict__.items() if key != "weight"})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)
+        nn.Module.__setstate__(self, without_layout(state))
         if self.is_fused:
             self._hold(versioned(self.block), versioned(self.section))
         else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from embforge.pickle_layout import with_layout, without_layout
 from embforge.training.numbers import Numbers
 from embforge.training.param_groups import ParamGroup, ParamGroups
 from embforge.training.rule_groups import RuleGroup, RuleGroups
@@ -118,10 +119,11 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def __reduce__(self) -> Any:
-        return _optimizer_of, (self._live_module(),), {"added": [group.added() for group in self._groups]}
+        added = [group.added() for group in self._groups]
+        return _optimizer_of, (self._live_module(),), with_layout({"added": added})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group, added in zip(self._groups, state["added"], strict=True):
+        for group, added in zip(self._groups, without_layout(state)["added"], strict=True):
             group.update(added)
 
 

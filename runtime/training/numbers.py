@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embforge.codegen.rules.rule import COUNTERS, HYPER, Update
+from embforge.pickle_layout import with_layout, without_layout
 from embforge.storage.states import versioned
 from embforge.torch_internals import can_take_data, current_node, current_pass, will_run
 from embforge.training.recompute import Forwards
@@ -163,10 +164,12 @@ class Numbers:
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("anchor", "lock", "scale", "forwards")
         kept = {key: value for key, value in self.__dict__.items() if key not in left_out}
-        return kept | {"hyper": self.hyper.detach()}  # without the attribute NUMBERS, which cannot be pickled
+        return with_layout(
+            kept | {"hyper": self.hyper.detach()}
+        )  # without the attribute NUMBERS, which cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(without_layout(state))
         self.lock, self.scale, self.forwards = Lock(), None, Forwards()
         watch_scalers()
         self.hyper, self.counters = versioned(self.hyper), versioned(self.counters)

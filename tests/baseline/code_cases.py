@@ -10,7 +10,7 @@ import embforge as ef
 from baseline.digests import Digests
 from baseline.internals import cuda_compiler, host_compiler, kernel_binary, kernel_plans, stages_plan
 from baseline.machine_code import code_digest
-from baseline.specs import HALF, LATER, MIX, NARROW, ONE, RULES, WIDE
+from baseline.specs import HALF, LATER, MIX, NARROW, ONE, REMAPPED, RULES, WIDE
 from baseline.stage_results import FORMATS
 
 CPU_ARCHS, CUDA_ARCHS = ("avx512", "avx2", "generic"), ("sm_75", "sm_90", "sm_100")
@@ -65,6 +65,13 @@ def _tuned(target: str, arch: str) -> CodeCase:
     return CodeCase(f"{target} {arch}, other plan fields", target, plans)
 
 
+def _resolve(target: str, arch: str) -> CodeCase:
+    def plans() -> dict[str, Any]:
+        return {ids: kernel_plans(REMAPPED, target, arch, id_dtype=ids)["resolve"] for ids in ("int32", "int64")}
+
+    return CodeCase(f"{target} {arch}, resolve", target, plans, quick=True)
+
+
 def code_cases() -> list[CodeCase]:
     """All cases with machine code; the quick ones first."""
     every = [(target, arch) for target, archs in (("cpu", CPU_ARCHS), ("cuda", CUDA_ARCHS)) for arch in archs]
@@ -77,4 +84,5 @@ def code_cases() -> list[CodeCase]:
         *(_of_spec(target, arch, WIDE, "rowwise_adam") for target, arch in ONE_ARCH.items()),
         *(_rules(target, arch) for target, arch in ONE_ARCH.items()),
         *(_tuned(target, arch) for target, arch in ONE_ARCH.items()),
+        *(_resolve(target, arch) for target, arch in ONE_ARCH.items()),
     ]

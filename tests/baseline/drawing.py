@@ -78,6 +78,13 @@ KINDS = (
 )
 
 
+def entries_of(spec: ef.CollectionSpec, seed: int) -> dict[str, Tensor]:
+    """The row of each id of every remapped table; some ids have none, and some share one."""
+    numbers = Numbers(seed)
+    tables = [table for table in spec.tables if not table.ids_are_rows]
+    return {table.name: numbers.whole(table.num_ids, table.num_embeddings + 1) - 1 for table in tables}
+
+
 def batch_of(spec: ef.CollectionSpec, kind: Kind, seed: int, dtype: torch.dtype = torch.int64) -> Batch:
     """A batch of this kind. Padding ids occur in it."""
     numbers = Numbers(seed)
@@ -85,12 +92,12 @@ def batch_of(spec: ef.CollectionSpec, kind: Kind, seed: int, dtype: torch.dtype 
     for place, feature in enumerate(spec.features):
         most = feature.hotness if feature.pooling == "concat" and feature.hotness else LONG
         of_feature = [min(most, kind.lengths[(sample + place) % size]) for sample in range(size)]
-        rows, count = spec.table(feature.table).num_embeddings, sum(of_feature)
-        ids = numbers.whole(1, rows).expand(count).clone() if kind.same_id else numbers.whole(count, rows)
+        known, count = spec.table(feature.table).num_ids, sum(of_feature)
+        ids = numbers.whole(1, known).expand(count).clone() if kind.same_id else numbers.whole(count, known)
         if feature.padding_idx is not None:
             ids[numbers.whole(count, 8) == 0] = feature.padding_idx
         if kind.bad_ids:
-            ids[numbers.whole(count, 5) == 0] = rows + 7
+            ids[numbers.whole(count, 5) == 0] = known + 7
             ids[numbers.whole(count, 7) == 0] = -1
         lengths += of_feature
         values.append(ids)

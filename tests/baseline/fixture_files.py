@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import embforge as ef
 from baseline import internals
 from baseline.digests import Digests, digests_of
-from baseline.drawing import KINDS, Batch, Numbers, batch_of
+from baseline.drawing import KINDS, Batch, Numbers, batch_of, entries_of
 from baseline.internals import run_ranks
 from baseline.sharded_results import CASES as SHARDED_CASES
 from baseline.sharded_results import RANKS, SPEC, sharded_module, sharded_step
-from baseline.specs import MIX, NARROW, ONE, RULES
+from baseline.specs import MIX, NARROW, ONE, REMAPPED, RULES
 
 FOLDER = Path(__file__).with_name("fixtures")
 EXPECTED = FOLDER / "expected.json"
@@ -105,6 +105,8 @@ def exported_meaning(text: str) -> dict[str, Any]:
     lookup = internals.exported_lookup(text)
     params = None if lookup.params is None else vars(lookup.params)
     data = {"target": lookup.target, "spec": lookup.spec.to_dict(), "params": params, "batch": lookup.batch_size}
+    if lookup.op != "forward":
+        data["op"] = lookup.op
     return json.loads(json.dumps(data))  # type: ignore[no-any-return]
 
 
@@ -119,11 +121,11 @@ def trained_module() -> ef.EmbeddingCollection:
     return module
 
 
-def train_on(module: Any, seeds: range) -> Digests:
+def train_on(module: Any, seeds: range, spec: ef.CollectionSpec = NARROW) -> Digests:
     """Trains further steps; digests of their results and of the last state."""
     numbers, found = Numbers(32 + seeds.start), []
     for seed in seeds:
-        batch: Batch = batch_of(NARROW, KINDS[0], seed)
+        batch: Batch = batch_of(spec, KINDS[0], seed)
         results = module.forward_dict(batch.values, batch.offsets, batch.weights)
         torch.autograd.backward(
             list(results.values()), [numbers.real(*result.shape).to(result.dtype) for result in results.values()]
@@ -140,6 +142,34 @@ def state_meaning(path: Path) -> Digests:
     assert module.optimizer is not None
     module.optimizer.load_state_dict(saved["optimizer"])
     return train_on(module, range(2, 4))
+
+
+def remapped_module(*, known: bool) -> ef.EmbeddingCollection:
+    """A module with remapped tables, whose entries are known or not."""
+    module = ef.EmbeddingCollection(
+        REMAPPED, backend="reference", optimizer=RULES["adam"], remap=entries_of(REMAPPED, 51) if known else None
+    )
+    numbers = Numbers(52)
+    with torch.no_grad():
+        for table in REMAPPED.tables:
+            module.weight(table.name).copy_(numbers.real(table.num_embeddings, table.embedding_dim))
+    module.seed(9)
+    return module
+
+
+def remapped_meaning(folder: Path) -> dict[str, Any]:
+    """What a remapped spec, its texts and the state dict of a module say. The entries come from the state alone."""
+    texts: dict[str, dict[str, str]] = json.loads((folder / "plans.json").read_text(encoding="utf-8"))
+    module = remapped_module(known=False)
+    saved = torch.load(folder / "state.pt", weights_only=True)
+    module.load_state_dict(saved)
+    return {
+        **spec_meaning(folder / "spec.toml"),
+        "plans": {name: plan_meaning(text) for name, text in texts["plans"].items()},
+        "exported": {name: exported_meaning(text) for name, text in texts["exported"].items()},
+        "keys": sorted(key for key in saved if "remap" in key),
+        "training": train_on(module, range(2, 4), REMAPPED),
+    }
 
 
 def sharded_meaning(folder: Path) -> Digests:

@@ -136,6 +136,11 @@ def exported_text(spec: ef.CollectionSpec, target: str, params: Any, batch_size:
     return ExportedLookup(target, "int64", spec, params, batch_size).text
 
 
+def exported_resolve_text(spec: ef.CollectionSpec, target: str) -> str:
+    """The step before it that turns ids into rows."""
+    return ExportedLookup(target, "int64", spec, op="resolve").text
+
+
 def exported_lookup(text: str) -> ExportedLookup:
     return ExportedLookup.from_text(text)
 

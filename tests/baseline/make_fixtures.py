@@ -25,7 +25,7 @@ from baseline import internals
 from baseline.drawing import KINDS, batch_of
 from baseline.fixture_files import EXPECTED, FOLDER, SERVED, SHARDED
 from baseline.sharded_results import RANKS, shard_plan, sharded_module, sharded_step
-from baseline.specs import HALF, MIX, NARROW, ONE, RULES
+from baseline.specs import HALF, MIX, NARROW, ONE, REMAPPED, RULES
 
 EVERY_FIELD = """# Every field of a spec, numbers and formats in all their spellings.
 name = "every-field"
@@ -139,6 +139,23 @@ def states() -> Any:
     return files.state_meaning(FOLDER / "state.pt")
 
 
+def remapped() -> Any:
+    """A spec with remapped tables, the texts of its resolve step, and the state dict of a trained module."""
+    folder = FOLDER / "remapped"
+    folder.mkdir(exist_ok=True)
+    (folder / "spec.toml").write_text(REMAPPED.to_toml(), encoding="utf-8")
+    texts: dict[str, dict[str, str]] = {"plans": {}, "exported": {}}
+    for target, arch in (("cpu", "generic"), ("cuda", "sm_90"), ("simt", "sm_90"), ("reference", "any")):
+        texts["plans"][target] = internals.kernel_plans(REMAPPED, target, arch)["resolve"].text
+    for target in ("cpu", "reference"):
+        texts["exported"][target] = internals.exported_resolve_text(REMAPPED, target)
+    (folder / "plans.json").write_text(json.dumps(texts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    module = files.remapped_module(known=True)
+    files.train_on(module, range(2), REMAPPED)
+    torch.save(module.state_dict(), folder / "state.pt")
+    return files.remapped_meaning(folder)
+
+
 def sharded_states() -> Any:
     """State dicts of every rank of a trained sharded module."""
     internals.run_ranks(RANKS, _save_on_rank, str(FOLDER))
@@ -226,8 +243,8 @@ def manifest() -> Any:
 WRITERS: dict[str, Callable[[], Any]] = {
     writer.__name__: writer
     for writer in (
-        specs, plans, serving, states, sharded_states, tuned, studies, oracle, trace, rule_and_shard_plan, cache_entry,
-        manifest,
+        specs, plans, serving, states, remapped, sharded_states, tuned, studies, oracle, trace, rule_and_shard_plan,
+        cache_entry, manifest,
     )
 }  # fmt: skip
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import embforge as ef
 from baseline.digests import Digests, digests_of
-from baseline.drawing import KINDS, Batch, Kind, Numbers, batch_of
-from baseline.specs import HALF, LATER, MIX, NARROW, RULES, WIDE
+from baseline.drawing import KINDS, Batch, Kind, Numbers, batch_of, entries_of
+from baseline.specs import HALF, LATER, MIX, NARROW, REMAPPED, RULES, WIDE
 
 SEED = 0x5EED
 USUAL_KINDS = tuple(kind for kind in KINDS if not kind.bad_ids)
@@ -32,7 +32,7 @@ class ModuleCase:
     kinds: tuple[Kind, ...] = KINDS
 
     def module(self, backend: Any, **more: Any) -> ef.EmbeddingCollection:
-        options = {"bounds_check": "zero", **dict(self.options), **more}
+        options = {"bounds_check": "zero", "remap": entries_of(self.spec, 5), **dict(self.options), **more}
         return ef.EmbeddingCollection(self.spec, backend=backend, optimizer=self.optimizer, **options)
 
     def batches(self) -> Iterable[Batch]:
@@ -111,11 +111,14 @@ CASES = (
     ModuleCase("training of wide by rowwise_adam", WIDE, training, RULES["rowwise_adam"]),
     ModuleCase("lookup of later", LATER, lookups),
     ModuleCase("training of later by adagrad", LATER, training, RULES["adagrad"]),
+    ModuleCase("lookup of remapped", REMAPPED, lookups),
+    ModuleCase("training of remapped by adam with int32 ids", REMAPPED, training, RULES["adam"], ids=torch.int32),
     ModuleCase("training of narrow by table", NARROW, training, BY_TABLE),
     *(ModuleCase(f"training of narrow by {name}", NARROW, training, rule) for name, rule in RULES.items()),
 )
 QUICK = {
     "lookup of mix": ("reference", "cpu"),
+    "lookup of remapped": ("reference", "cpu"),
     "training of mix by adam": ("reference", "cpu", "simt"),
     "training of narrow by lamb": ("reference",),
 }

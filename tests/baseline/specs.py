@@ -75,6 +75,22 @@ LATER = ef.CollectionSpec(
     name="later",
 )
 """The format and the pooling that came after these."""
+REMAPPED = ef.CollectionSpec(
+    [
+        ef.TableSpec("a", 12, 4, remap=40),
+        ef.TableSpec("b", 20, 6),
+        ef.TableSpec("c", 9, 3, "bf16", remap=5),
+    ],
+    [
+        ef.FeatureSpec("a_sum", "a", weighted=True),
+        ef.FeatureSpec("a_mean", "a", "mean", padding_idx=3),
+        ef.FeatureSpec("a_rows", "a", "none"),
+        ef.FeatureSpec("b_max", "b", "max", padding_idx=2),
+        ef.FeatureSpec("c_concat", "c", "concat", hotness=3, padding_idx=-1),
+    ],
+    name="remapped",
+)
+"""Tables of more and of fewer ids than rows, and one whose ids are its rows."""
 ONE = ef.CollectionSpec([ef.TableSpec("t", 40, 8, "bf16")], [ef.FeatureSpec("f", "t")], name="one")
 """The smallest spec, for cases that must be quick."""
 

@@ -20,6 +20,7 @@ from baseline.fixture_files import (
     kernels_of_one,
     lookup_by_operator,
     plan_meaning,
+    remapped_meaning,
     served_arguments,
     served_results,
     sharded_meaning,
@@ -79,6 +80,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def test_training_continues_from_a_state_dict() -> None:
     assert state_meaning(FOLDER / "state.pt") == EXPECTED["states"]
+
+
+def test_files_of_a_remapped_module_mean_the_same() -> None:
+    assert json.loads(json.dumps(remapped_meaning(FOLDER / "remapped"))) == EXPECTED["remapped"]
 
 
 def test_sharded_training_continues_from_the_state_dicts_of_its_ranks() -> None:

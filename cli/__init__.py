@@ -1,1 +1,1 @@
-"""The `embforge` command, one file per command. Modules import only click; commands import the rest when they run."""
+"""The `embforge` command, one file per command. A command imports what takes time to load when it runs."""

@@ -107,7 +107,7 @@ class TableSpec:
     dtype: Annotated[TableDtype, BeforeValidator(dtype_named)] = "fp32"
     """The number format in which rows are stored. Sums are always fp32."""
     storage: Storage = "static"
-    """How ids find their rows. `static`: the table has all its rows from the start, and an id is a row's number."""
+    """How the table keeps its rows. `static`: it has all of them from the start."""
     remap: Count | None = None
     """For a table whose ids are not its rows: the number of ids. The module takes or
     loads an int64 array with one entry per id: the row of the id, or -1 if it has

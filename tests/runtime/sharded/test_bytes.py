@@ -1,6 +1,6 @@
 """Every kind of shard plan alone, on 2, 4 and 8 real ranks: each byte counter is what its formula says.
 
-Mixtures of kinds and number formats: see `test_traffic.py`.
+Mixtures of kinds and number formats: see `tests/codegen/planner/test_traffic.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torchrun starts sharded modules on many processes and on two hosts: network namespaces with their own addresses.
 
-What the ranks do and compare is in `sharded_script.py`.
+What the ranks do and compare is in `tests/support/sharded/script.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ No other file names single poolings: specs, layouts, templates, stages and refer
 add one, add an entry to `POOLINGS`, its name to `PoolingName`, and tests. If its rows combine in a new way, add a
 `Combiner`, too. A new division of sums also needs a `Divisor` and code where results are divided; a new comparison (one
 that `Combiner.order` does not have) needs a case in `is_kept` of templates/shared/selections.j2 and in `stays` of
-runtime/launch/reference/forward.py, and another start of bags if no number always loses. CONTRIBUTING.md has the steps.
+runtime/launch/reference/forward.py, and another start of bags if no number always loses. CONTRIBUTING.md lists tests
+and pages.
 """
 
 from __future__ import annotations

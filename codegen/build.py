@@ -50,7 +50,7 @@ def build(
     resources: bool = False,
     ahead_of_time: bool = False,
     on_compile: Callable[[str], None] | None = None,
-    beside: Callable[[], Iterable[Plan]] = tuple,
+    also_needed: Callable[[], Iterable[Plan]] = tuple,
 ) -> Built[P]:
     """The kernel of a plan: from the directory `kernels` (or `EMBFORGE_KERNELS`), or from the cache, or compiled.
 
@@ -62,7 +62,8 @@ def build(
 
     `on_compile` is called with the plan's URI just before the compiler is started, if the kernel is not in the cache.
 
-    `beside` has the other kernels that the caller will need: an error about a missing one names all that are missing.
+    `also_needed` returns the plans of other kernels that the caller will need: an error about a missing kernel names
+    all that are missing.
     """
     directory = kernels or (None if ahead_of_time else directory_from_environment())
     if directory is not None and (record := _emitted(plan, directory)):
@@ -73,7 +74,7 @@ def build(
     if ahead_of_time or jit_allowed():
         entry, cached = cache.fetch(_recipe(plan, toolchain, source, on_compile))
     else:
-        entry, cached = _cached_or_refuse(plan, toolchain, source, directory, beside), True
+        entry, cached = _cached_or_refuse(plan, toolchain, source, directory, also_needed), True
     return Built(plan, entry.source, entry.binary, _resources(plan, toolchain, entry) if resources else [], cached)
 
 
@@ -182,7 +183,11 @@ def _cached(plan: KernelPlan, toolchain: Toolchain, source: str) -> cache.Entry 
 
 
 def _cached_or_refuse(
-    plan: KernelPlan, toolchain: Toolchain, source: str, directory: Path | None, beside: Callable[[], Iterable[Plan]]
+    plan: KernelPlan,
+    toolchain: Toolchain,
+    source: str,
+    directory: Path | None,
+    also_needed: Callable[[], Iterable[Plan]],
 ) -> cache.Entry:
     entry = _cached(plan, toolchain, source)
     if entry is not None:
@@ -194,7 +199,7 @@ def _cached_or_refuse(
             f"kernel {plan.uri} is not in {looked}, {refusal} it; let one process compile it, with EMBFORGE_JIT unset "
             "and the same EMBFORGE_CACHE_DIR"
         )
-    needed = list({one.uri: one for one in (*beside(), plan)}.values())
+    needed = list({one.uri: one for one in (*also_needed(), plan)}.values())
     missing = [one.uri for one in needed if one.uri == plan.uri or _is_missing(one, directory)]
     kernel, it = (f"kernel {plan.uri} is", "it") if len(missing) == 1 else (f"kernels {', '.join(missing)} are", "them")
     command = manifest.gen_command(needed, directory)

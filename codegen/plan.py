@@ -21,7 +21,7 @@ from embforge.codegen.kernel import OPS
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.params import Params, params_from, params_type
 from embforge.codegen.reading.documents import DocumentError, parse_json
-from embforge.codegen.remap import remaps_of
+from embforge.codegen.remap import resolve_spec
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.target import BACKENDS, target_named
@@ -101,7 +101,7 @@ class Plan:
         """The plan without the names in its spec. Plans that are equal without names have the same code, apart from
         comments and the symbol. Plans of lookups do not say how ids are turned into rows, and plans of that step say
         nothing about lookups, because neither depends on the other."""
-        spec = remaps_of(self.spec) if self.op == "resolve" else self.spec.by_rows()
+        spec = resolve_spec(self.spec) if self.op == "resolve" else self.spec.by_rows()
         return replace(self, spec=spec.without_names(), generated_as=None)
 
     @property

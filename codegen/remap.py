@@ -11,9 +11,8 @@ from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
 
 
-def remaps_of(spec: CollectionSpec) -> CollectionSpec:
-    """The spec with nothing but what its `resolve` step depends
-    on. Specs that are equal after this share its kernel."""
+def resolve_spec(spec: CollectionSpec) -> CollectionSpec:
+    """The spec with nothing but what its `resolve` step depends on. Specs for which this is equal share the kernel."""
     tables = tuple(TableSpec(table.name, 1, 1, remap=None if table.ids_are_rows else 1) for table in spec.tables)
     remapped = {table.name for table in spec.tables if not table.ids_are_rows}
     features = tuple(

@@ -86,7 +86,9 @@ class Lookups(TrainableCollection):
         if is_exporting():  # an exported graph only serves, and needs no optimizer states
             return self._call_operator(tables, batch, sequence_rows)
         memory, numbers = self._new_table_memory(tables), trainer.numbers
-        if numbers is None and not any(h.sparse and t for h, t in zip(table_objects, memory.trainable, strict=True)):
+        if numbers is None and not any(
+            table.sparse and trained for table, trained in zip(table_objects, memory.trainable, strict=True)
+        ):
             return self._call_dense_operator(tables, batch, sequence_rows)
         if numbers is None or trainer.accumulate:
             # Sparse and accumulated gradients cannot be part of a graph: a compiler leaves these calls to Python.

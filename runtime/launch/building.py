@@ -26,7 +26,7 @@ def build_here(plan: P, kernels: str | None, also_needed: Callable[[], Iterable[
         plan,
         kernels=Path(kernels) if kernels else None,
         on_compile=None if switched_on("EMBFORGE_QUIET", default=False) else _report,
-        beside=also_needed,
+        also_needed=also_needed,
     )
 
 

@@ -35,7 +35,7 @@ from embforge.sharded.exchange.formats import Formats, computed_in
 from embforge.sharded.exchange.wire import Wire
 from embforge.sharded.join import EmptyCalls
 from embforge.sharded.lookup import ShardedLookup, run_forward
-from embforge.sharded.norms import RowNorms, needs_norms, shared_rules
+from embforge.sharded.norms import RowNorms, rules_with_split_reductions, shared_rules
 from embforge.sharded.remap_agreement import RemapDigests
 from embforge.sharded.replicas import Replicas
 from embforge.sharded.stages.all2all import Vectors
@@ -162,7 +162,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
             check_memory(placement, groups.updates(), topology, batch_size or 0)
         self.geometry = Geometry(placement, tuple(base.first for base in bases or ()))
         forward, backward = self._wire_formats()
-        norms = needs_norms(self.geometry, groups)
+        norms = rules_with_split_reductions(self.geometry, groups)
         backend = backend_on(device, backend)
         kernel_directory = str(kernels) if kernels is not None else None
         options: CollectionOptions = {

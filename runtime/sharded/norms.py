@@ -46,7 +46,7 @@ class SharedRule:
     """All tables that the rule trains."""
 
 
-def needs_norms(geometry: Geometry, groups: RuleGroups) -> tuple[SharedRule, ...]:
+def rules_with_split_reductions(geometry: Geometry, groups: RuleGroups) -> tuple[SharedRule, ...]:
     """The rules that reduce rows and train a table whose columns are on several ranks."""
     shared = []
     for number, group in enumerate(groups.groups):

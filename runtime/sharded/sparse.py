@@ -1,4 +1,4 @@
-"""`DistributedSparseEmbedding`: pooled lookups in tables that are fused by width, like SparseOperationKit's."""
+"""`DistributedSparseEmbedding`: pooled lookups in tables that are stacked by width, like SparseOperationKit's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from embforge.training.rule_groups import Optimizers, RuleGroups, rule_groups
 class DistributedSparseEmbedding(ShardedEmbeddingCollection):
     """Sums and means of bags, over tables whose rows are split over any number of ranks.
 
-    The rows of all tables with the same width and dtype are put one after the other into a fused table. The module
+    The rows of all tables with the same width and dtype are put one after the other into a stacked table. The module
     computes the row of a feature's id in that table, its key; rank `key % ranks` holds the row. In a forward, each rank
     adds up the rows that it holds, and a reduce-scatter adds up these partial sums. In a backward, an all-gather gets
     the gradients of all samples. The arguments are those of `ShardedEmbeddingCollection`, without a plan.
@@ -50,11 +50,13 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
                 "ShardedEmbeddingCollection for 'different'"
             )
         options["pools"] = "all"
-        members = _fuse(spec)
-        fused = members.spec
+        members = _stacked(spec)
+        stacked = members.spec
         if isinstance(optimizer, Mapping):
-            optimizer = _of_fused(rule_groups(optimizer, spec), members)
-        super().__init__(fused, ShardPlan.row_wise(fused), process_group, optimizer, _bases=members.bases, **options)
+            optimizer = _of_stacked(rule_groups(optimizer, spec), members)
+        super().__init__(
+            stacked, ShardPlan.row_wise(stacked), process_group, optimizer, _bases=members.bases, **options
+        )
         self.original_spec, self._members = spec, members.members
         arrays = replace(self.distributor.arrays, exchange_adds=True)
         self.network = replace(self.network, arrays=arrays)
@@ -71,7 +73,7 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
             if known and len(known) != len(members):
                 missing = ", ".join(repr(m.name) for m in members if m.name not in tables)
                 raise ValueError(
-                    f"tables: {missing} missing; tables of the same width and dtype are fused, so load all of them "
+                    f"tables: {missing} missing; tables of the same width and dtype are stacked, so load all of them "
                     "together"
                 )
             if known:
@@ -79,39 +81,40 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
 
     def full(self, table: str) -> Tensor:
         """The whole table, on every rank. All ranks must call."""
-        name, rows = self._fused_rows(table)
+        name, rows = self._rows_in_stack(table)
         return super().full(name)[rows]
 
     def full_optimizer_state(self, table: str) -> dict[str, Tensor]:
         """The whole states of a table, on every rank. All ranks must call."""
-        name, rows = self._fused_rows(table)
+        name, rows = self._rows_in_stack(table)
         return {state: values[rows] for state, values in super().full_optimizer_state(name).items()}
 
     def shards(self, table: str) -> dict[tuple[range, range], Tensor]:
-        """The live parts of a fused table that this rank holds. Raises ValueError for a table of the original spec,
+        """The live parts of a stacked table that this rank holds. Raises ValueError for a table of the original spec,
         whose rows are mixed with those of other tables: see `full`."""
         if table in self._members:
             return super().shards(table)
-        name, _ = self._fused_rows(table)
+        name, _ = self._rows_in_stack(table)
         members = ", ".join(repr(member.name) for member in self._members[name])
         raise ValueError(
             f"table {table!r}: a rank holds every n-th row of {members} together; get the whole table with full()"
         )
 
     def _set_trainable(self, names: Sequence[str], wanted: bool) -> None:
-        """Freezes or unfreezes tables. Tables of the same width and dtype are fused, so all of them must be named."""
-        fused = {self._fused_rows(name)[0] for name in names}
-        for name in fused:
+        """Freezes or unfreezes tables. Tables of the same width and dtype are stacked, so all of them must be named."""
+        stacked = {self._rows_in_stack(name)[0] for name in names}
+        for name in stacked:
             missing = [member.name for member in self._members[name] if member.name not in names]
             if missing:
                 raise ValueError(
-                    f"table {missing[0]!r}: tables of the same width and dtype are fused, so they are frozen together "
-                    f"or not at all; name all of them: {', '.join(repr(member.name) for member in self._members[name])}"
+                    f"table {missing[0]!r}: tables of the same width and dtype are stacked, so they are frozen "
+                    "together or not at all; name all of them: "
+                    f"{', '.join(repr(member.name) for member in self._members[name])}"
                 )
-        super()._set_trainable(tuple(sorted(fused)), wanted)
+        super()._set_trainable(tuple(sorted(stacked)), wanted)
 
-    def _fused_rows(self, table: str) -> tuple[str, slice]:
-        """The fused table that has the rows of a table of the original spec, and these rows."""
+    def _rows_in_stack(self, table: str) -> tuple[str, slice]:
+        """The stacked table that has the rows of a table of the original spec, and these rows."""
         self.original_spec.table(table)
         for name, members in self._members.items():
             firsts = accumulate((m.num_embeddings for m in members), initial=0)
@@ -122,31 +125,31 @@ class DistributedSparseEmbedding(ShardedEmbeddingCollection):
 
 
 @dataclass(frozen=True)
-class _Fused:
-    """A spec with fused tables."""
+class _Stacked:
+    """A spec with stacked tables."""
 
     spec: CollectionSpec
     bases: list[Base]
     members: dict[str, list[TableSpec]]
 
 
-def _fuse(spec: CollectionSpec) -> _Fused:
+def _stacked(spec: CollectionSpec) -> _Stacked:
     members: dict[str, list[TableSpec]] = {}
     for table in spec.tables:
         if not table.ids_are_rows:
             raise SpecError(
                 f"table {table.name!r}: remap={table.remap} is not allowed here, because tables of the same width and "
-                "dtype are fused; use ShardedEmbeddingCollection, or turn ids into rows before the call"
+                "dtype are stacked; use ShardedEmbeddingCollection, or turn ids into rows before the call"
             )
         members.setdefault(f"dim{table.embedding_dim}_{table.dtype}", []).append(table)
     bases: dict[str, tuple[str, Base]] = {}
-    """For each table, the fused table that has its rows, and where."""
+    """For each table, the stacked table that has its rows, and where."""
     for name, tables in members.items():
         first = 0
         for table in tables:
             bases[table.name] = name, Base(first, table.num_embeddings, table.name)
             first += table.num_embeddings
-    fused = tuple(
+    stacked = tuple(
         TableSpec(name, sum(t.num_embeddings for t in tables), tables[0].embedding_dim, tables[0].dtype)
         for name, tables in members.items()
     )
@@ -163,22 +166,22 @@ def _fuse(spec: CollectionSpec) -> _Fused:
         for f in spec.features
     )
     of_features = [bases[feature.table][1] for feature in spec.features]
-    return _Fused(CollectionSpec(fused, features, spec.output_dtype, spec.name), of_features, members)
+    return _Stacked(CollectionSpec(stacked, features, spec.output_dtype, spec.name), of_features, members)
 
 
-def _of_fused(groups: RuleGroups | None, fused: _Fused) -> RuleGroups:
-    """The groups of fused tables. Raises ValueError for tables that are fused but have different optimizers."""
+def _of_stacked(groups: RuleGroups | None, stacked: _Stacked) -> RuleGroups:
+    """The groups of stacked tables. Raises ValueError for tables that are stacked but have different optimizers."""
     assert groups is not None
-    for members in fused.members.values():
+    for members in stacked.members.values():
         first, *others = [groups.of_table(groups.tables.index(member.name)) for member in members]
         for member, group in zip(members[1:], others, strict=True):
             if group is not first:
                 raise ValueError(
                     f"optimizer: tables {members[0].name!r} and {member.name!r} have the same width and dtype, so "
-                    "they are fused and trained by one optimizer; name them in one entry, or use "
+                    "they are stacked and trained by one optimizer; name them in one entry, or use "
                     "ShardedEmbeddingCollection"
                 )
-    return groups.for_parts(list(fused.members), [members[0].name for members in fused.members.values()])
+    return groups.for_parts(list(stacked.members), [members[0].name for members in stacked.members.values()])
 
 
 class ReducedVectors(Vectors):

@@ -101,12 +101,12 @@ class Owner:
         trainer, numbers = self.module.trainer, self.module.trainer.numbers
         assert numbers is not None
         # Also if all tables of this rank are frozen: the step must be counted, as on ranks that hold other tables.
-        storage, programs = self.module.table_memory(), self.programs(batch.values.dtype)
+        memory, programs = self.module.table_memory(), self.programs(batch.values.dtype)
         if trainer.accumulate:
-            trainer.take(gradients, run_reduce_kernel(programs.reduce, storage, batch, gradients))
+            trainer.take(gradients, run_reduce_kernel(programs.reduce, memory, batch, gradients))
             return
         with numbers.lock:
-            run_update_kernel(programs.backward, storage, batch, gradients, numbers.hyper, numbers.counters)
+            run_update_kernel(programs.backward, memory, batch, gradients, numbers.hyper, numbers.counters)
 
     def weight_gradient(self, batch: Batch, gradients: Gradients) -> Tensor:
         """The gradients of the weights that were received with ids."""

@@ -113,7 +113,7 @@ FUSED = CollectionSpec(
 
 
 def test_sparse_pools_are_those_of_an_unsharded_collection() -> None:
-    """Tables of equal width are fused to one. This tests reduce-scatter and all-gather of unequal batches, and the
+    """Tables of equal width are stacked. This tests reduce-scatter and all-gather of unequal batches, and the
     gradients of weights."""
     for counters in run_ranks(3, sparse):
         assert set(counters) >= {"header", "ids", "vectors", "gradients", "weight_gradients"}

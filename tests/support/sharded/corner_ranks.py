@@ -399,7 +399,7 @@ def optimizers_by_table(rank: int, size: int) -> dict[str, Any]:
 
 
 def fused_tables_with_optimizers(rank: int, size: int) -> tuple[str, list[float]]:
-    """The error for different optimizers of tables that are fused to one table, and rows trained by one optimizer."""
+    """The error for different optimizers of tables that are stacked, and rows trained by one optimizer."""
     tables = [ef.TableSpec("a", ROWS, DIM), ef.TableSpec("b", ROWS, DIM), ef.TableSpec("c", ROWS, 8)]
     spec = ef.CollectionSpec(tables, [ef.FeatureSpec(f"of_{table.name}", table.name) for table in tables])
     slow, fast = ef.optim.SGD(lr=0.5), ef.optim.SGD(lr=1.0)

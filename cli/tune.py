@@ -70,8 +70,8 @@ MODES = {
     "--baseline",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Begin the search at this point instead of the default. The result is still compared with the default. "
-    "Repeatable.",
+    help="Begin the search at this point instead of the default, and time candidates next to it. In the finals, the "
+    "winner is still compared with the default. Repeatable.",
 )
 @click.option(
     "--cache",

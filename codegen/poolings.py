@@ -61,7 +61,7 @@ class Combiner:
     name: str
     """Its name, which is also that of buckets of features with this inner loop in generated code."""
     identity: float
-    """The number with which a bag begins. Selecting from it and any number gives that number, to the bit."""
+    """The number with which a bag begins. Selecting from it and any number gives that number, bit for bit."""
     action: int
     """The number by which stage kernels know this way of combining partial pools."""
     order: int = 0
@@ -189,7 +189,7 @@ POOLINGS: dict[str, Pooling] = {
         Pooling("sum", "their sum", combiner=SUM),
         Pooling(
             "mean",
-            "their mean, which weights weigh",
+            "their mean, weighted if ids have weights",
             combiner=SUM,
             divisor=Divisor.WEIGHTS,
             synonyms=("average", "avg"),

@@ -1,4 +1,4 @@
-"""Tables whose ids are not their rows: what the step before a lookup turns ids into, and the ids that errors name.
+"""Tables whose ids are not their rows: the number that replaces each id before a lookup, and how an error finds the id.
 
 The step writes the row of an id, or -1 if the id has none. An id that the table does not know becomes a number that no
 lookup takes for a row, so that the checks of lookups and backwards find it like any other bad id; `refused_id` turns
@@ -24,10 +24,18 @@ def resolve_spec(spec: CollectionSpec) -> CollectionSpec:
 def refused_id(number: int, table: TableSpec, id_dtype: str) -> int | None:
     """The id for which a `resolve` step wrote a number that is not a row; None if an entry of the remap is not a row.
 
-    An unknown id that is not negative is written as -1 - id, a negative one as id + half, where half is one more than
-    the largest number of the id's format. If that would be a row, because the id is one of the smallest,
-    -2 - (id + half) is written: numbers from -2 down to -num_ids are free. If these are too few, rows + 1 is written,
-    and the error names a different id. The number of rows itself is written for an entry that is not a row.
+    With half = one more than the largest number of the id's format, and k = id + half (0 for the smallest id):
+
+    id                                        number written   range of the number
+    known, but its entry is not a row         rows             rows
+    unknown, 0 or more                        -1 - id          -1 - num_ids and below
+    negative, and k > rows                    k                rows + 1 and above
+    negative, k <= rows and k + 2 <= num_ids  -2 - k           -num_ids to -2
+    negative, other                           rows + 1         rows + 1
+
+    The ranges differ, so the id can be computed from the number, except in the last case, for which no number is free:
+    then the error names the id rows + 1 - half. The last case exists only if rows >= num_ids - 1, for the smallest ids
+    of the format.
     """
     half = 2 ** (8 * DTYPES[id_dtype].bytes - 1)
     if number < 0:

@@ -122,8 +122,8 @@ class _SharedEvaluation(Evaluation):
     """Evaluates a rule up to its last reduction, with sums over the columns of all ranks."""
 
     def partial_sums(self, whole_width: int) -> Generator[Tensor, Tensor, list[Tensor]]:
-        """For each reduction, yields the sums over this rank's columns and is sent those over all columns. Returns the
-        values of all reductions. `whole_width` is the number of columns on all ranks."""
+        """A generator that yields, for each reduction, the sums over this rank's columns; send it the sums over all
+        columns. Returns the values of all reductions. `whole_width` is the number of columns on all ranks."""
         values: list[Tensor] = []
         for step in self.program.steps:
             if len(values) == len(self.program.reductions):
@@ -299,7 +299,7 @@ class _Held:
         return self.rows.shards != other.rows.shards or self.rows.shard == other.rows.shard
 
     def shared(self, rows: Tensor, others: Sequence[_Held]) -> Tensor:
-        """Which of these rows of this shard a rank with the shards `others` has other columns of."""
+        """For each of these rows of this shard: whether a rank with the shards `others` has other columns of it."""
         with_other_columns = [other for other in others if self._has_other_columns(other)]
         return torch.stack([other.holds(rows) for other in with_other_columns]).any(dim=0)
 

@@ -39,7 +39,7 @@ def test_a_table_of_another_layout_is_refused(other: Tensor) -> None:
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("backend", ["cpu", "simt"])
 def test_fewer_rows_at_the_same_address_are_noticed(backend: Any, trains: bool) -> None:
-    """What one call keeps for the next does not hide it: lookups and training calls keep different things."""
+    """What an earlier call cached does not hide the mistake. Lookups and training calls cache different values."""
     module = collection(SPEC, backend)
     with torch.set_grad_enabled(trains):
         call(module)

@@ -1,4 +1,4 @@
-"""Remapped tables: on every backend, a module is one of the rows that its ids stand for, bit by bit."""
+"""On every backend, a module with remapped tables gives the same bits as a module that is called with the rows."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def test_it_trains_however_rows_train(options: dict[str, Any]) -> None:
 @every_backend
 @pytest.mark.parametrize("bounds_check", ["error", "zero", "unchecked"])
 def test_ids_without_rows_and_padding_are_absent(backend: str, bounds_check: Any) -> None:
-    """In every pooling: no part in pools, zeros elsewhere, never a mistake. Other features keep their padding."""
+    """An id without a row is left out of pools, gives zeros in `concat` and `none`, and is never an error. Features of
+    tables without a remap treat padding as before."""
     plain = replace(
         EVERY,
         tables=tuple(replace(table, remap=None) for table in EVERY.tables),
@@ -169,7 +170,7 @@ def test_no_samples_and_no_ids(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "simt"])
 def test_rows_of_ids_are_those_of_the_reference(backend: str) -> None:
-    """Also of ids that no table knows, and of many features."""
+    """The `resolve` kernels write the same numbers as the reference, for unknown ids and many features, too."""
     arch = "generic" if backend == "cpu" else "sm_90"
     (row,) = remap_rows(EVERY, backend, arch, device_of(backend), seed=1)
     assert row.passed, row.detail
@@ -290,7 +291,7 @@ def test_what_takes_the_place_of_entries_is_looked_at(backend: str) -> None:
 
 
 def test_entries_written_from_outside_are_known() -> None:
-    """As by DistributedDataParallel, which sends the buffers of the first rank."""
+    """Entries are written as by DistributedDataParallel, which sends the buffers of the first rank."""
     module = ef.EmbeddingCollection(ONE)
     module.remap("t").copy_(torch.tensor(ROW_OF))
     assert module(torch.tensor([5]), torch.tensor([0, 1])).any()

@@ -253,7 +253,7 @@ class Worker:
         if plan.op not in self._questions:
             self._board.write(f"asking the reference for {plan.op}", patience=True)
             first = {text: batches[0] for text, batches in self._batches.items()}
-            with torch_threads(1):  # small operations, which a busy second core slows down a hundredfold
+            with torch_threads(1):  # with more threads, a busy core would make these small operations 100 times slower
                 self._questions[plan.op] = questions_of(plan, self._arena, first, self._setup.seed)
         return self._questions[plan.op]
 

@@ -51,7 +51,7 @@ class Task:
     space: Space
     workloads: tuple[str, ...]
     baseline: Params | None
-    """The point at which the search starts and with which candidates are compared; None: the default."""
+    """The point at which the search starts and next to which candidates are timed; None: the default."""
     cache: Cache = "warm"
     id_dtype: str = "int64"
 

@@ -314,8 +314,8 @@ def accumulates(rank: int, size: int) -> None:
 
 
 def averages(rank: int, size: int) -> None:
-    """As DistributedDataParallel does: the mean over ranks, of every part of a module. By a rule that does not divide
-    gradients by their own size."""
+    """As DistributedDataParallel does: the mean over ranks, of every part of a module. The rule is one that does
+    not divide gradients by their own size."""
     pair = Pair(rank, size, replace(MIXED, optimizer=RULES["sgd"]), average_gradients=True)
     for step in range(3):
         pair.backward(step, lambda loss, sharded: loss if sharded else loss / size)

@@ -30,13 +30,13 @@ demo: $(READY) ## everything once: kernels for this CPU and eight GPU generation
 test: $(READY) ## all tests (10 minutes at most)
 	$(RUN)python -m pytest -n 2 --dist worksteal -m "not soak"
 
-soak: $(READY) ## kills, fuzzing (EMBFORGE_FUZZ_MINUTES, else 10) and long runs
+soak: $(READY) ## kills, fuzzing (EMBFORGE_FUZZ_MINUTES, by default 10) and long runs
 	HYPOTHESIS_PROFILE=soak $(RUN)python -m pytest -m "soak or hypothesis"
 
 baseline: $(READY) ## are results and machine code those of tests/baseline/digests.json? (5 minutes)
 	PYTHONPATH=tests $(RUN)python -m baseline check
 
-baseline-write: $(READY) ## write these digests anew, after a change that is meant to alter them
+baseline-write: $(READY) ## write these digests again, after a change that is meant to alter them
 	PYTHONPATH=tests $(RUN)python -m baseline write
 
 seeded: $(READY) ## do tests see each bug of tests/seeded/bugs.toml? ONLY=TEXT takes some (11 minutes)
@@ -46,15 +46,15 @@ coverage: $(READY) ## which lines of product code and which templates does `make
 	$(PIP) install 'coverage>=7.10'
 	PYTHONPATH=tests $(RUN)python -m covered
 
-bench: $(READY) $(PEERS) ## lookups and training steps on this CPU beside torch, FBGEMM, TorchRec (35 minutes); writes dated JSON
+bench: $(READY) $(PEERS) ## lookups and training steps on this CPU, compared with torch, FBGEMM, TorchRec (35 minutes); writes dated JSON
 	$(RUN)python -m benchmarks.build_times
 	status=0; for part in "run forward" "run training" linear sharded; do \
 	    $(RUN)python -m benchmarks.$$part || status=1; done; exit $$status
 
-footprint: $(READY) ## bytes of a CPU-only install in a new environment, beside torch's own (2 minutes)
+footprint: $(READY) ## bytes of a CPU-only install in a new environment, in addition to torch's own (2 minutes)
 	$(RUN)python -m benchmarks.footprint
 
-oracle: $(READY) ## ten runs of the tuner beside spaces that were measured whole (40 minutes); rewrites docs/tuning.md
+oracle: $(READY) ## ten runs of the tuner, compared with completely measured spaces (40 minutes); rewrites docs/tuning.md
 	$(RUN)python -m benchmarks.oracle tries --write
 
 lanes: $(READY) ## what the lanes of a GPU would do, counted by the emulated one; rewrites docs/emulated_gpu.md

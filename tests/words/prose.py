@@ -1,4 +1,5 @@
-"""The English of a file: comments, docstrings, sentences in string literals, text of HTML, Markdown outside of code."""
+"""The English of a file: comments, docstrings, sentences in string literals, text of HTML, Markdown without its code,
+help texts of a Makefile."""
 
 from __future__ import annotations
 
@@ -43,6 +44,9 @@ def prose_of(path: Path) -> list[Prose]:
         found = [*_python_comments(text), *_python_strings(text)]
     elif path.suffix == ".md":
         found = [*_markdown(text)]
+    elif path.name == "Makefile":
+        found = [*_joined((number, line[1:]) for number, line in _lines(text) if line.startswith("#"))]
+        found += [Prose(number, line.partition(" ## ")[2]) for number, line in _lines(text) if " ## " in line]
     elif path.suffix == ".toml":
         found = [*_joined((number, line[1:]) for number, line in _lines(text) if line.startswith("#"))]
     elif path.suffix in (".j2", *C_LIKE):
@@ -105,8 +109,8 @@ def _reads_as_a_sentence(text: str) -> bool:
 
 
 def _markdown(text: str) -> Iterator[Prose]:
-    """Paragraphs, list items and rows of tables; neither fenced nor indented code, nor sections that a program writes
-    (from `<!-- name: written by ... -->` to `<!-- end of name -->`)."""
+    """Paragraphs, list items, rows of tables, and comments in fenced and indented code; no sections that a program
+    writes (from `<!-- name: written by ... -->` to `<!-- end of name -->`)."""
     paragraph: list[str] = []
     first, fenced, in_list, written = 0, False, False, False
     for number, line in [*enumerate(text.splitlines(), start=1), (0, "")]:
@@ -118,6 +122,8 @@ def _markdown(text: str) -> Iterator[Prose]:
             yield Prose(first, "\n".join(paragraph))
             paragraph = []
         fenced ^= fence
+        if code and not written and (comment := re.search(r"(?:^|\s)# (.*)", line)):
+            yield Prose(number, comment[1])
         if code or not line.strip():
             continue
         in_list = (starts and not line.startswith("#")) or (in_list and line.startswith(" "))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,12 @@ CLASSES: dict[str, type[optim.Optimizer]] = {
 }
 """All optimizers that `runtime/optim.py` defines, with the base class and the class of users' rules."""
 BUILT_IN = {name: cls for name, cls in CLASSES.items() if cls not in (optim.Optimizer, optim.Custom)}
+
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = {11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}
+PAGES = {"README.md": 1, "docs/custom_rules.md": 1, "docs/evidence.md": 2}
+"""How often pages say how many built-in optimizers there are."""
 
 
 def rule_name(cls: type[optim.Optimizer]) -> str:
@@ -75,3 +82,9 @@ def test_names_of_torch_that_are_explained_are_names_of_torch_only() -> None:
     for name, spelling in optim.TORCH_NAMES.items():
         assert hasattr(torch.optim, name) and name not in CLASSES
         assert spelling.partition("(")[0] in BUILT_IN
+
+
+def test_pages_say_how_many_there_are() -> None:
+    for page, times in PAGES.items():
+        words = (ROOT / page).read_text(encoding="utf-8").lower().split()
+        assert words.count(NUMBERS[len(BUILT_IN)]) == times, page

@@ -24,6 +24,7 @@ from embforge.id_resolution import ResolveStep, resolve_step
 from embforge.inputs import BOUNDS_CHECKS, CPU, BoundsCheck, normalise, usual_bounds_check
 from embforge.launch.kernels import loaded_kernel
 from embforge.lookups import Lookups
+from embforge.number_formats import ID_NAMES
 from embforge.operators.exported import ExportedLookup
 from embforge.pickle_layout import with_layout, without_layout
 from embforge.plan_choice import Choices, check_batch_size, check_params, choose_params, usable
@@ -37,8 +38,6 @@ from embforge.training.enclosing_model import refuse_average
 from embforge.training.numbers import drawn_seed
 from embforge.training.rule_groups import Optimizers, rule_groups
 from embforge.training.trainer import Trainer
-
-ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
 
 class EmbeddingCollection(RemappedModule, Lookups):
@@ -284,10 +283,10 @@ class EmbeddingCollection(RemappedModule, Lookups):
     def _program_texts(self, device: torch.device) -> dict[torch.dtype, Programs]:
         """The programs of all kernels, by id dtype. They are made before any call, because torch.compile could not
         trace it."""
-        self.chosen = {name: self._chosen(name, device) for name in ID_DTYPES.values()}
-        self._exported = {dtype: self._exported_text(name) for dtype, name in ID_DTYPES.items()}
+        self.chosen = {name: self._chosen(name, device) for name in ID_NAMES.values()}
+        self._exported = {dtype: self._exported_text(name) for dtype, name in ID_NAMES.items()}
         programs = {
-            dtype: self.trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_DTYPES.items()
+            dtype: self.trainer.programs(self._plans(name, device), self.kernels) for dtype, name in ID_NAMES.items()
         }
         resolve_programs = {dtype: made.resolve for dtype, made in programs.items()}
         self._resolve = resolve_step(self.spec, self.backend, resolve_programs, self.remaps(), programs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
+from embforge.codegen.dtypes import DTYPES, ID_DTYPES
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -14,6 +14,8 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+ID_NAMES = {torch_dtype(name): name for name in ID_DTYPES}
+"""The dtypes that ids may have, with the names that plans have for them."""
 _KNOWN = {torch_dtype(name): dtype for name, dtype in DTYPES.items()}
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import STATE_BYTES, CollectionLayout
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules.rule import COUNTERS, HYPER
@@ -16,6 +15,7 @@ from embforge.codegen.target import target_named
 from embforge.inputs import BOUNDS_CHECKS, Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import check_tables
+from embforge.number_formats import torch_dtype
 
 _FP32 = torch.float32
 
@@ -29,7 +29,7 @@ def checked_batch(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor |
 def check_arguments(plan: Plan, values: Tensor, offsets: Tensor, weights: Tensor | None, bounds_check: str) -> None:
     """Raises TypeError or ValueError unless ids, offsets, weights and `bounds_check` are as the kernel of a plan
     expects."""
-    id_dtype = getattr(torch, DTYPES[plan.id_dtype].torch_name)
+    id_dtype = torch_dtype(plan.id_dtype)
     for name, tensor, dtype in (
         ("values", values, id_dtype),
         ("offsets", offsets, id_dtype),
@@ -121,7 +121,7 @@ def checked_gradients(
     plan: Plan, batch: Batch, pooled: Tensor, sequence: Tensor, divisors: Tensor, winners: Tensor
 ) -> Gradients:
     """The gradients that a backward kernel takes. ValueError unless they have the shapes and dtypes that it trusts."""
-    layout, dtype = plan.layout, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+    layout, dtype = plan.layout, torch_dtype(plan.spec.output_dtype)
     size = batch.batch
     _check_tensor("grad_pooled", pooled, (size, layout.output_width), dtype)
     _check_tensor("divisors", divisors, (size, layout.divisor_width) if layout.divisor_width else (0,), _FP32)

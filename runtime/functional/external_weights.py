@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from embforge.backends import arch_of, backend_on
-from embforge.codegen.dtypes import DTYPES, OUTPUT_DTYPES, TABLE_DTYPES
+from embforge.codegen.dtypes import OUTPUT_DTYPES, TABLE_DTYPES
 from embforge.codegen.errors import MissingKernelError, ToolchainError
 from embforge.codegen.params import params_type
 from embforge.codegen.plans import training_plans
 from embforge.codegen.spec import MAX_DIM, MAX_ROWS, CollectionSpec, FeatureSpec, TableSpec
 from embforge.launch.kernels import Kernel, Program, kernel_of
+from embforge.number_formats import torch_dtype
 
-_NAME_OF: dict[torch.dtype, str] = {getattr(torch, DTYPES[name].torch_name): name for name in TABLE_DTYPES}
+_NAME_OF: dict[torch.dtype, str] = {torch_dtype(name): name for name in TABLE_DTYPES}
 _ROW_LIMITS = (2**31 - 1, MAX_ROWS)
 """Kernels are made for at most one of these numbers of rows: a row's number takes 4 bytes or 8."""
 

@@ -9,10 +9,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.kernel import METADATA_WORDS, REMAP_WORDS, UPDATE_METADATA_WORDS
 from embforge.codegen.layout import CollectionLayout
 from embforge.codegen.spec import CollectionSpec
+from embforge.number_formats import torch_dtype
 
 UNCHECKED_ROWS = -1
 """The number of rows of a table whose ids are not checked. As an unsigned number it is larger than every id."""
@@ -111,7 +111,7 @@ def check_tables(layout: CollectionLayout, tables: Sequence[Tensor]) -> None:
     kernels."""
     for table_layout, table in zip(layout.tables, tables, strict=True):
         spec = table_layout.table
-        dtype = getattr(torch, DTYPES[spec.dtype].torch_name)
+        dtype = torch_dtype(spec.dtype)
         strides = (table_layout.stride_elements, 1)
         fits = table.dim() == 2 and (table.stride() == strides or table.shape[0] == 1)
         shape = (spec.num_embeddings, spec.embedding_dim)

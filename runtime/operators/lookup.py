@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from embforge.autograd_calls import Context
-from embforge.codegen.dtypes import DTYPES
 from embforge.launch.grouped import rule_parts
 from embforge.launch.kernels import Kernel, Program
 from embforge.launch.metadata import check_tables, metadata_of
+from embforge.number_formats import torch_dtype
 from embforge.operator_arguments import (
     RulePlan,
     check_sequence_rows,
@@ -81,7 +81,7 @@ def _lookup_fake(
     bounds_check: str,
 ) -> tuple[Tensor, Tensor]:
     named = lookup_named(program)
-    dtype = getattr(torch, DTYPES[named.spec.output_dtype].torch_name)
+    dtype = torch_dtype(named.spec.output_dtype)
     batch = (offsets.numel() - 1) // len(named.spec.features)
     pooled = values.new_empty((batch, named.layout.output_width), dtype=dtype)
     return pooled, values.new_empty(sequence_elements(named.layout, sequence_rows or ()), dtype=dtype)

@@ -29,6 +29,7 @@ from embforge.codegen.stages import FLAGS, StagePlan
 from embforge.id_resolution import ResolveStep, resolve_step
 from embforge.inputs import Batch, BoundsCheck, normalise, usual_bounds_check, with_negation_applied
 from embforge.launch.kernels import Program
+from embforge.number_formats import torch_dtype
 from embforge.sharded.agreement import agree, common_node_size, optimizer_facts, wrong_argument
 from embforge.sharded.exchange.collectives import Exchange, Ranks
 from embforge.sharded.exchange.formats import Formats, computed_in
@@ -272,7 +273,7 @@ class ShardedEmbeddingCollection(RemappedModule, EmptyCalls):
         if (ids, trains) in self._loaded:
             return
         if self.owner is not None:
-            self.owner.load(getattr(torch, self.geometry.id_dtype), trains)
+            self.owner.load(torch_dtype(self.geometry.id_dtype), trains)
         self.vectors.load()
         self.network.load(trains)
         if self.replicas is not None:

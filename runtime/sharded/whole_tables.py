@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.rules.rule import Extent
 from embforge.codegen.sharding.geometry import piece_name
+from embforge.number_formats import torch_dtype
 from embforge.sharded.exchange.collectives import Exchange
 from embforge.sharded.state import HeldShards
 from embforge.storage.table import Table
@@ -83,7 +83,7 @@ class WholeTables(HeldShards):
         if placement.replicated:
             return take(self._table(name)).clone()
         of_rows = extent == "row"
-        dtype = torch.float32 if extent else getattr(torch, DTYPES[spec.dtype].torch_name)
+        dtype = torch.float32 if extent else torch_dtype(spec.dtype)
         shape = (spec.num_embeddings,) if of_rows else (spec.num_embeddings, spec.embedding_dim)
         whole = torch.empty(shape, dtype=dtype, device=self._device)
         for number, piece in enumerate(placement.pieces):

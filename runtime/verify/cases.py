@@ -13,10 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import TableLayout, layout_of
 from embforge.codegen.spec import CollectionSpec, FeatureSpec, TableSpec
-from embforge.number_formats import torch_computes
+from embforge.number_formats import torch_computes, torch_dtype
 
 USUAL_LENGTH = 4
 """The mean number of ids in a bag of a feature whose spec has no hotness."""
@@ -77,7 +76,7 @@ class Drawn(NamedTuple):
 def draw_batch(spec: CollectionSpec, case: Case, seed: int, device: str | torch.device = "cpu") -> Drawn:
     """Draws the batch of a case. Numbers are drawn on the CPU, so that they are the same for every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    dtype = getattr(torch, DTYPES[case.id_dtype].torch_name)
+    dtype = torch_dtype(case.id_dtype)
     lengths, ids, kinds = [], [], set[tuple[object, ...]]()
     for feature in spec.features:
         table = spec.table(feature.table)
@@ -123,7 +122,7 @@ def _ids(feature: FeatureSpec, table: TableSpec, case: Case, count: int, generat
     if feature.padding_idx is not None:
         _sprinkle(ids, (feature.padding_idx,), 0.1, generator)
     if case.bad_ids:
-        furthest = torch.iinfo(getattr(torch, case.id_dtype))
+        furthest = torch.iinfo(torch_dtype(case.id_dtype))
         _sprinkle(ids, (-1, rows, rows + 7, furthest.min, furthest.max), 0.2, generator)
     return ids
 
@@ -140,7 +139,7 @@ def draw_tables(
 
 
 def _table(placed: TableLayout, special: bool, generator: torch.Generator, device: str | torch.device) -> Tensor:
-    table, dtype = placed.table, getattr(torch, DTYPES[placed.table.dtype].torch_name)
+    table, dtype = placed.table, torch_dtype(placed.table.dtype)
     raw = torch.full((table.num_embeddings, placed.stride_bytes), 255, dtype=torch.uint8, device="cpu")
     rows = raw.view(dtype)[:, : table.embedding_dim]
     if special or not torch_computes(dtype):

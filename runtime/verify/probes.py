@@ -16,6 +16,7 @@ from embforge.inputs import Batch
 from embforge.launch.kernels import Kernel
 from embforge.launch.metadata import Metadata, metadata_of
 from embforge.launch.reference import forward as reference
+from embforge.number_formats import torch_dtype
 from embforge.operator_arguments import sequence_elements
 from embforge.verify.cases import Case, Drawn, draw_batch, draw_tables
 
@@ -125,7 +126,7 @@ def _draw(cases_of: Sequence[_CasesOf], seed: int, device: torch.device, progres
 
 def call_of(plan: Plan, probe: Probe) -> tuple[Metadata, tuple[Tensor, ...], Batch, int, str]:
     """The arguments with which the kernel of a plan is called for a probe."""
-    dtype = getattr(torch, plan.id_dtype)
+    dtype = torch_dtype(plan.id_dtype)
     values, offsets, weights = probe.drawn
     batch = Batch(values.to(dtype), offsets.to(dtype), weights, probe.case.batch, None)
     bounds_check = "zero" if probe.case.bad_ids else "error"

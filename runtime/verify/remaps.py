@@ -14,6 +14,7 @@ from embforge.codegen.spec import NO_ROW, CollectionSpec, TableSpec
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, ResolveKernel, kernel_of
 from embforge.launch.metadata import remap_metadata_of
+from embforge.number_formats import torch_dtype
 from embforge.verify.cases import Case, draw_batch
 from embforge.verify.lookups import VerifyRow
 
@@ -63,7 +64,7 @@ def _batch(spec: CollectionSpec, size: int, id_dtype: str, seed: int, device: to
     tables = tuple(replace(table, num_embeddings=table.num_ids, remap=None) for table in spec.tables)
     case = Case(size, bad_ids=True, id_dtype=id_dtype)
     drawn = draw_batch(replace(spec, tables=tables), case, seed, device)
-    dtype = getattr(torch, id_dtype)
+    dtype = torch_dtype(id_dtype)
     return Batch(drawn.values.to(dtype), drawn.offsets.to(dtype), None, size, None)
 
 

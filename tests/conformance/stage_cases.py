@@ -14,11 +14,11 @@ from torch import Tensor
 
 from embforge.backends import arch_of
 from embforge.codegen import stages as words
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.poolings import POOLINGS, SELECTING
 from embforge.codegen.stages import ABSENT, ACTIONS, StagePlan
 from embforge.launch.stage_calls import Stages
 from embforge.launch.stages import stages_of
+from embforge.number_formats import torch_dtype
 
 USUAL = ("int64", "int32", "fp32", "fp32", "fp32")
 NARROW = ("int32", "int64", "bf16", "fp16", "bf16")
@@ -32,12 +32,6 @@ def loaded(backend: str, formats: Sequence[str], selecting: tuple[str, ...] = SE
     """A backend's stages for these formats of ids, wire ids, partial pools, gradients and results."""
     arch = "any" if backend == "reference" else arch_of(backend, device_of(backend))
     return stages_of(StagePlan(backend, arch, *formats, selecting))
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, DTYPES[name].torch_name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def bits(tensor: Tensor) -> Tensor:

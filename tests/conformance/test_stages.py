@@ -20,7 +20,6 @@ from conformance.stage_cases import (
     Split,
     bits,
     loaded,
-    torch_dtype,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +30,7 @@ from embforge.codegen.dtypes import WIRE
 from embforge.codegen.poolings import SELECTING
 from embforge.codegen.stages import ACTIONS, BOUNDS, MISTAKES, PACKINGS
 from embforge.inputs import BOUNDS_CHECKS
+from embforge.number_formats import torch_dtype
 
 TESTED = [backend for backend in BACKENDS if backend != "reference"]
 every_backend = pytest.mark.parametrize("backend", TESTED)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.params import CudaBackwardParams, ReferenceParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.rules import builtin
@@ -121,7 +120,7 @@ def gradients_of(module: Module, batch: Batch, seed: int = 0, bounds_check: str 
         spec, batch.values, batch.offsets, batch.weights, module.tables, bounds_check=bounds_check
     )
     generator = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, DTYPES[spec.output_dtype].torch_name)
+    dtype = torch_dtype(spec.output_dtype)
 
     def draw(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator).to(dtype)

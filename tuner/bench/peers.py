@@ -20,6 +20,7 @@ from embforge.codegen.errors import EmbforgeError
 from embforge.codegen.layout import layout_of
 from embforge.codegen.poolings import Shape
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
+from embforge.number_formats import torch_dtype
 from embforge.tuner.measure.paired import Contender, measure
 from embforge.tuner.workload.tensors import input_of
 from embforge.tuner.workload.workload import Batch
@@ -123,13 +124,13 @@ def _renamed(peer: Peer, name: str) -> Contender:
 
 def output_types(spec: CollectionSpec) -> tuple[torch.dtype, ...]:
     """The type of each feature's results, for a library that rounds all of them to the spec's output type."""
-    return (getattr(torch, DTYPES[spec.output_dtype].torch_name),) * len(spec.features)
+    return (torch_dtype(spec.output_dtype),) * len(spec.features)
 
 
 def filled_rows(spec: CollectionSpec, index: int, device: str) -> Tensor:
     """The rows of table `index` of the spec, filled by `fill_table`."""
     table = spec.tables[index]
-    dtype = getattr(torch, DTYPES[table.dtype].torch_name)
+    dtype = torch_dtype(table.dtype)
     rows = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype, device=device)
     fill_table(rows, index)
     return rows
@@ -157,7 +158,7 @@ def torch_arguments(spec: CollectionSpec, batch: Batch, index: int, device: str)
     offsets = torch.from_numpy(starts).to(device)
     if not feature.weighted or batch.weights is None:
         return ids, offsets
-    dtype = getattr(torch, DTYPES[spec.table(feature.table).dtype].torch_name)
+    dtype = torch_dtype(spec.table(feature.table).dtype)
     return ids, offsets, torch.from_numpy(batch.weights[where].copy()).to(device, dtype)
 
 
@@ -257,7 +258,7 @@ def _fbgemm_inference(spec: CollectionSpec, device: str) -> Peer:
     module.initialize_weights()
     for index, (rows, _) in enumerate(module.split_embedding_weights()):
         table = spec.tables[index]
-        dtype = getattr(torch, DTYPES[table.dtype].torch_name)
+        dtype = torch_dtype(table.dtype)
         fill_table(rows.view(dtype)[:, : table.embedding_dim], index)
     return _fbgemm_contender(spec, "inference TBE, no bounds check", module, device)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from embforge import optim
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, layout_of
 from embforge.codegen.params import ReferenceParams
 from embforge.codegen.plan import Plan
@@ -22,6 +21,7 @@ from embforge.inputs import Batch
 from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, load_kernel
 from embforge.launch.metadata import metadata_of
+from embforge.number_formats import torch_dtype
 from embforge.storage.table import Table, new_table
 from embforge.training.calls import TableMemory
 from embforge.training.numbers import Numbers
@@ -96,7 +96,7 @@ def gradients_for(arena: Arena, batch: Batch, train: Any) -> Gradients:
     `train` is a kernel of the forward that runs before a backward and keeps what that needs; None if it keeps nothing.
     """
     layout = arena.layout
-    noise = partial(_noise, getattr(torch, DTYPES[arena.spec.output_dtype].torch_name), arena.device)
+    noise = partial(_noise, torch_dtype(arena.spec.output_dtype), arena.device)
     kept = (None, None) if train is None else train(*arena.arguments("forward_train", batch, None, "zero"))[2:]
     sequence = noise(sequence_size(layout, batch)) if layout.sequence_features else None
     return Gradients(noise(batch.batch, layout.output_width), sequence, *kept)

@@ -30,6 +30,7 @@ from embforge.codegen.target import target_named
 from embforge.codegen.targets.cpu.geometry import CACHE_LINE
 from embforge.inputs import Batch
 from embforge.launch.kernels import Program, load_kernel
+from embforge.number_formats import torch_dtype
 from embforge.tuner.bench.forward import enough_batches
 from embforge.tuner.judge.fixtures import Arena, filled_arena, gradients_for
 from embforge.tuner.judge.judge import Cache
@@ -259,7 +260,7 @@ class Worker:
 
     def _drawn(self, text: str) -> list[Batch]:
         drawn = enough_batches(self._plan.spec, traffic.parse(text), self._setup.seed)
-        return [input_of(batch, self._device, getattr(torch, self._plan.id_dtype)) for batch in drawn]
+        return [input_of(batch, self._device, torch_dtype(self._plan.id_dtype)) for batch in drawn]
 
     def _timer(self, cache: Cache) -> Timer:
         return _timer(self._device.type, cache)

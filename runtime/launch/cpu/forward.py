@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, get_num_threads
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.errors import ToolchainError
 from embforge.codegen.kernel import Outcome
 from embforge.codegen.plan import Plan
@@ -19,6 +18,7 @@ from embforge.launch.cpu.packing import packer_of
 from embforge.launch.gradients import TrainResult
 from embforge.launch.metadata import Metadata
 from embforge.memory import SMALL, Results
+from embforge.number_formats import torch_dtype
 
 # As plain numbers, because comparing members of an enum takes too long for the checks of a small call.
 OK, BAD_ID = int(Outcome.OK), int(Outcome.BAD_ID)
@@ -31,7 +31,7 @@ class _CpuLookup:
         self.plan = plan
         self._has_sequence = bool(plan.layout.sequence_features)
         self._width = plan.layout.output_width
-        self._results = Results(getattr(torch, DTYPES[plan.spec.output_dtype].torch_name))
+        self._results = Results(torch_dtype(plan.spec.output_dtype))
         self._new_empty = self._results.like.new_empty
         self._call = words_entry(ctypes.CDLL(str(library)), plan.symbol)
         self._pack = packer_of(plan.target, plan.op)
@@ -89,7 +89,7 @@ class CpuForwardTrain(_CpuLookup):
     def __init__(self, plan: Plan, library: Path) -> None:
         super().__init__(plan, library)
         self._divisors, self._divisor_width = Results(torch.float32), plan.layout.divisor_width
-        self._winners, self._winner_width = Results(getattr(torch, plan.id_dtype)), plan.layout.winner_width
+        self._winners, self._winner_width = Results(torch_dtype(plan.id_dtype)), plan.layout.winner_width
 
     def __call__(
         self, metadata: Metadata, tables: Sequence[Tensor], batch: Batch, sequence_elements: int, bounds_check: str

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.kernel import KERNELS
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.backward_geometry import key_tables
@@ -24,6 +23,7 @@ from embforge.inputs import Batch
 from embforge.launch.gpu.forward_call import Value
 from embforge.launch.gradients import Gradients
 from embforge.launch.metadata import Metadata
+from embforge.number_formats import torch_dtype
 
 MOST_BAGS = 2**31 - 1
 """The most bags and the most ids of a batch: kernels count them in 31 bits."""
@@ -174,7 +174,7 @@ def _sorted_call(shape: BackwardShape, read: dict[str, Value], empty: Empty) -> 
     assert isinstance(values, Tensor) and isinstance(batch, int) and isinstance(sequence_size, int)
     count, device = values.numel(), values.device
     work = backward_launch(shape, batch, count, sequence_size)
-    key = getattr(torch, DTYPES[shape.key_dtype].torch_name)
+    key = torch_dtype(shape.key_dtype)
     sizes = {
         "keys": (count, key),
         "sorted_keys": (count, key),

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.kernel import KERNELS
 from embforge.codegen.plan import Plan
 from embforge.codegen.targets.cuda.launch import QUEUE_COUNTERS, ForwardLaunch, LaunchShape, launch_of
 from embforge.inputs import Batch
 from embforge.launch.metadata import Metadata
+from embforge.number_formats import torch_dtype
 
 MOST_BLOCKS = 2**31 - 1
 """The largest grid. It limits samples too, because kernels count them in 32 bits."""
@@ -58,7 +58,7 @@ def forward_call(
     is too large for a launch.
     """
     values, offsets, weights, size, _ = batch
-    device, dtype = values.device, getattr(torch, DTYPES[plan.spec.output_dtype].torch_name)
+    device, dtype = values.device, torch_dtype(plan.spec.output_dtype)
     if size == 0 and values.numel():
         raise ValueError(f"offsets: values has {values.numel()} ids, offsets has no bag for them; both must agree")
     work = _launch_of(shape, size, values.numel())

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, FeatureLayout, layout_of
 from embforge.codegen.plan import Plan
 from embforge.codegen.poolings import SUM, Combiner, Divisor, Shape
@@ -19,6 +18,7 @@ from embforge.codegen.semantics import CHUNK
 from embforge.codegen.spec import CollectionSpec, FeatureSpec
 from embforge.inputs import Batch, raise_bad_input
 from embforge.launch.metadata import Metadata
+from embforge.number_formats import torch_dtype
 
 Load = Callable[[Tensor], Tensor]
 """A function from int64 positions [k] to the items [k, D] at these positions."""
@@ -66,7 +66,7 @@ def lookup(
     batch = (offsets.numel() - 1) // len(spec.features)
     raise_bad_input(spec, values, offsets, weights, batch, bounds_check)
     wide = accumulate_dtype == torch.float64
-    out_dtype = accumulate_dtype if wide else getattr(torch, DTYPES[spec.output_dtype].torch_name)
+    out_dtype = accumulate_dtype if wide else torch_dtype(spec.output_dtype)
     pooled = [torch.empty((batch, 0), dtype=out_dtype, device=values.device)]
     sequence = [torch.empty(0, dtype=out_dtype, device=values.device)]
     for bags in bags_of(layout, values, offsets, weights, tables, accumulate_dtype):

@@ -12,6 +12,7 @@ from torch import Tensor
 from embforge.codegen.dtypes import FLOATS, Float
 from embforge.codegen.rules.rule import Rounding
 from embforge.codegen.semantics import PHILOX_ROUNDS
+from embforge.number_formats import torch_dtype
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -65,7 +66,7 @@ def rounded(x: Tensor, dtype_name: str, rounding: Rounding, random: Tensor | Non
     result = result.clamp(max=form.largest_code)
     result = result.masked_fill(x.isinf(), form.overflow)
     result = (everything >> 31 << form.bits - 1 | result).masked_fill(x.isnan(), form.nan)
-    return result.to(_CODES[form.bits]).view(getattr(torch, form.torch_name))
+    return result.to(_CODES[form.bits]).view(torch_dtype(form.name))
 
 
 def _normal(magnitude: Tensor, form: Float, chance: Tensor | None) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES, Dtype
 from embforge.codegen.poolings import DIVIDE, SELECTING
 from embforge.codegen.stages import (
     ABSENT,
@@ -38,6 +37,7 @@ from embforge.launch.reference.stages_ids import (
     records,
 )
 from embforge.launch.stage_calls import Value
+from embforge.number_formats import torch_dtype
 
 SCALE_BYTES = 4
 WORD_BYTES = 4
@@ -48,7 +48,7 @@ class ReferenceStages:
 
     def __init__(self, plan: StagePlan) -> None:
         self.plan = plan
-        self._wire_id = getattr(torch, DTYPES[plan.wire_id_dtype].torch_name)
+        self._wire_id = torch_dtype(plan.wire_id_dtype)
 
     def run(self, stage: str, **arguments: Value) -> None:
         """Runs one stage; see `Stages.run`."""
@@ -207,7 +207,7 @@ class ReferenceStages:
             scale = (largest / kind.largest).masked_fill(~largest.isfinite(), torch.nan)
             into[:, first : first + SCALE_BYTES] = scale.view(torch.uint8).view(rows, SCALE_BYTES)
             counts = (own / scale).clamp(-kind.largest, kind.largest)
-            coded = (counts if kind.is_float else counts.round()).to(_torch_dtype(kind))
+            coded = (counts if kind.is_float else counts.round()).to(torch_dtype(kind.name))
             coded = coded.view(torch.uint8).masked_fill(~(scale > 0), 0)
             first += SCALE_BYTES
             into[:, first : first + count] = coded
@@ -215,7 +215,7 @@ class ReferenceStages:
 
     def _unpack(self, parts: Tensor, bytes: Tensor, numbers: Tensor, num_parts: int, rows: int, width: int,
                 row_bytes: int, packing: int) -> None:  # fmt: skip
-        dtype = _torch_dtype(PACKED[packing])
+        dtype = torch_dtype(PACKED[packing].name)
         for part in records(parts, PART_WORDS)[:num_parts]:
             first = part["byte"]
             own = bytes.view(rows, row_bytes)
@@ -263,11 +263,6 @@ def _pools(partials: Tensor, own_partials: Tensor | None, pools: Tensor | None, 
     asked = _block(partials, own_partials, source, int(rows.max()) + 1, width)
     of_samples = asked[rows.clamp_min(0)] if len(asked) else partials.new_zeros((batch, width))
     return torch.where(rows[:, None] < 0, torch.zeros_like(of_samples), of_samples)
-
-
-def _torch_dtype(dtype: Dtype) -> torch.dtype:
-    torch_dtype: torch.dtype = getattr(torch, dtype.torch_name)
-    return torch_dtype
 
 
 def _put(into: Tensor, at: int, numbers: Tensor) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embforge.codegen.dtypes import DTYPES
 from embforge.codegen.layout import CollectionLayout, TableLayout, layout_of
 from embforge.codegen.params import params_type
 from embforge.codegen.plan import Plan
@@ -29,6 +28,7 @@ from embforge.launch.gradients import Gradients
 from embforge.launch.kernels import Program, kernel_of
 from embforge.launch.metadata import metadata_of, update_metadata_of
 from embforge.launch.stages import stages_of
+from embforge.number_formats import torch_dtype
 from embforge.sharded.exchange.buffers import Buffers, on_device
 from embforge.sharded.stages.all2all import ALIGNMENT, GradientBuffers, ReceivedVectors
 from embforge.sharded.stages.data_distributor import Distributed
@@ -79,7 +79,7 @@ class Network:
         """The results of a batch. `keep` says whether winners are kept for a backward."""
         partials, own = received.partials, received.own
         layout, size = self.geometry.layout, distributed.input.batch
-        dtype = getattr(torch, DTYPES[self.geometry.spec.output_dtype].torch_name)
+        dtype = torch_dtype(self.geometry.spec.output_dtype)
         pooled = self.buffers.empty("pooled", (size, layout.output_width), dtype, self.arrays.device)
         pieces = self.arrays.pieces.pieces
         winners = None

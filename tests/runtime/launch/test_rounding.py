@@ -8,15 +8,9 @@ from torch import Tensor
 
 from embforge.codegen.dtypes import DTYPES, TABLE_DTYPES, narrow_floats
 from embforge.launch.reference.rounding import philox, random16, rounded
+from embforge.number_formats import torch_dtype
 
 NARROW = [form.name for form in narrow_floats(TABLE_DTYPES)]
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, DTYPES[name].torch_name)
-    return found
-
-
 LARGEST = {name: torch.finfo(torch_dtype(name)).max for name in NARROW}
 
 

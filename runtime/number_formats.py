@@ -25,12 +25,11 @@ def torch_computes(dtype: torch.dtype) -> bool:
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype have one byte, as those of int8 and 8-bit floats have. Weights of such a dtype may
-    have a scale per row."""
-    return dtype.itemsize == 1
+    """Whether it is int8 or an 8-bit float: vectors of such numbers may have a scale."""
+    return dtype in _KNOWN and _KNOWN[dtype].is_packed
 
 
 def as_indexable(tensor: Tensor) -> Tensor:
     """The tensor, or its bytes if its numbers have one byte: torch can index, gather and send bytes, but not every
     dtype of that size. In all of them, zero is the byte 0."""
-    return tensor.view(torch.uint8) if is_quantized(tensor.dtype) else tensor
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -329,6 +329,8 @@ __device__ __forceinline__ bool is_row(uint64_t limit, id_t id) {
 
 __device__ __forceinline__ float to_float(float value) { return value; }
 
+struct Sequences {};  // no feature's result is a sequence
+
 // ---- occurrences: the row of each position, and where its gradient is ----------------------------------------------
 
 constexpr int SLOTS = 26, BUCKETS = 5;
@@ -490,7 +492,7 @@ __device__ __forceinline__ bool are_finite(const out_t* gradients, int64_t count
 
 // Finds where the gradient of each occurrence is, in the order of keys, marks where runs begin, and finds where the
 // keys of tables begin.
-__device__ __forceinline__ void resolve(const Arguments& a) {
+__device__ __forceinline__ void find_gradients(const Arguments& a, Sequences& sequences) {
     if (blockIdx.x == 0)
         for (int slot = threadIdx.x; slot <= SLOTS; slot += THREADS)
             a.words[BORDERS + slot] = lower_bound(a, KEYS[slot].first);
@@ -1172,9 +1174,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) backward_rowwise_adagra
 }
 
 // Finds gradients in the order of the keys. It runs after torch has sorted the keys.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) backward_rowwise_adagrad_cuda_sm_90_dlrm_26t_26f_int64_23a0351eef_resolve(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) backward_rowwise_adagrad_cuda_sm_90_dlrm_26t_26f_int64_23a0351eef_sources(PARAMETERS) {
     const Arguments a = {ARGUMENTS};
-    resolve(a);
+    Sequences sequences;
+    find_gradients(a, sequences);
 }
 
 // Finds where runs begin. It runs after torch has summed up the heads.

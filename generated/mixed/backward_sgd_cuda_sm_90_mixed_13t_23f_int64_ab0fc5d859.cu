@@ -589,7 +589,7 @@ __device__ __forceinline__ bool are_finite(const out_t* gradients, int64_t count
 
 // Finds where the gradient of each occurrence is, in the order of keys, marks where runs begin, and finds where the
 // keys of tables begin.
-__device__ __forceinline__ void resolve(const Arguments& a, Sequences& sequences) {
+__device__ __forceinline__ void find_gradients(const Arguments& a, Sequences& sequences) {
     sequences.open(a);
     __syncthreads();
     if (blockIdx.x == 0)
@@ -1335,10 +1335,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) backward_sgd_cuda_sm_90
 }
 
 // Finds gradients in the order of the keys. It runs after torch has sorted the keys.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) backward_sgd_cuda_sm_90_mixed_13t_23f_int64_ab0fc5d859_resolve(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) backward_sgd_cuda_sm_90_mixed_13t_23f_int64_ab0fc5d859_sources(PARAMETERS) {
     const Arguments a = {ARGUMENTS};
-    __shared__ Sequences sequence_places;
-    resolve(a, sequence_places);
+    __shared__ Sequences sequences;
+    find_gradients(a, sequences);
 }
 
 // Finds where runs begin. It runs after torch has summed up the heads.

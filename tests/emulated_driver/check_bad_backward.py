@@ -176,7 +176,7 @@ def test_without_memory_for_the_status_words_nothing_changes(backward: Any, monk
     here.assert_right()
 
 
-@pytest.mark.parametrize("name", ["prepare", "gradients", "resolve", "runs", "chunks", "rows"])
+@pytest.mark.parametrize("name", ["prepare", "gradients", "sources", "runs", "chunks", "rows"])
 def test_a_kernel_that_is_refused_changes_nothing(backward: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def forged(*words: Any) -> Any:
         work = backward_launch(*words)

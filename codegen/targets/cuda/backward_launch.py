@@ -24,9 +24,9 @@ from embforge.codegen.targets.cuda.backward_geometry import (
 )
 from embforge.codegen.targets.cuda.launch import KernelLaunch
 
-KERNELS = ("prepare", "gradients", "resolve", "runs", "chunks", "levels", "rows")
-"""The kernels of a backward and of a reduction, in stream order.
-Torch sorts before `resolve` and sums up before `runs`."""
+KERNELS = ("prepare", "gradients", "sources", "runs", "chunks", "levels", "rows")
+"""The kernels of a backward and of a reduction, in stream order. Torch sorts before `sources` and
+sums up before `runs`."""
 EACH = 4
 """Positions per thread of `prepare`."""
 MOST_BLOCKS = 2048
@@ -130,7 +130,7 @@ def backward_launch(shape: BackwardShape, batch: int, num_values: int, sequence_
         size *= CHUNK
     return BackwardLaunch(
         before_sort=tuple(before_sort),
-        before_sum=(launch("resolve", num_values, shape.block),),
+        before_sum=(launch("sources", num_values, shape.block),),
         before_rows=(launch("runs", num_values, shape.block),),
         levels=tuple(levels),
         rows=launch("rows", num_values, shape.groups, MOST_BLOCKS),

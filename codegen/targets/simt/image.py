@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from embforge.codegen.render import render
+
 PRIMITIVES = ("// ==== primitives", "// ==== end of primitives")
 """The lines around the section that the executor replaces by its own `primitives.h`, if the text has one."""
 MOST_THREADS = "1024"
@@ -39,8 +41,7 @@ class KernelText:
 
 
 def kernels_in(text: str) -> tuple[KernelText, ...]:
-    """The kernels that a text defines, in its order. Templates
-    do not count, because they cannot be launched by name."""
+    """The kernels that a text defines, in its order. Templates do not count: they cannot be launched by name."""
     code = _NOT_CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     scopes: list[str | None] = []
     kernels: dict[str, KernelText] = {}
@@ -64,21 +65,18 @@ def kernels_in(text: str) -> tuple[KernelText, ...]:
 
 
 def image_source(text: str, name: str, arch: str) -> str:
-    """The C++ source of an image. `name` is the name of the
-    file that messages about its lines give, e.g. `<uri>.cu`."""
-    lines, begin, end = text.split("\n"), *_primitives(text)
-    body = [f'#line 1 "{name}"', *lines[:begin]]
-    if end > begin:
-        body += ['#include "primitives.h"', f'#line {end + 1} "{name}"', *lines[end:]]
-    kernels = kernels_in(text)
-    bounds = [
-        _in_namespace(k, f"constexpr unsigned simt_threads_{i} = {k.max_threads};") for i, k in enumerate(kernels)
-    ]
-    registered = [
-        f"SIMT_KERNEL({k.qualified}, {k.name}, {k.namespace}::simt_threads_{i});" for i, k in enumerate(kernels)
-    ]
-    about = ['#line 1 "about the image"', f'extern "C" const char simt_image_arch[] = "{arch}";', *bounds, *registered]
-    return "\n".join(['#include "cuda.h"', *body, *about, ""])
+    """The C++ source of an image. `name`: the name of the file that messages about its lines give, e.g. `<uri>.cu`."""
+    lines, (begin, end) = text.split("\n"), _primitives(text)
+    facts = {
+        "name": name,
+        "arch": arch,
+        "before": "\n".join(lines[:begin]),
+        "has_primitives": end > begin,
+        "line_after": end + 1,
+        "after": "\n".join(lines[end:]),
+        "kernels": kernels_in(text),
+    }
+    return render("emulator/image.cpp.j2", facts)
 
 
 def device_code(text: str) -> str:
@@ -89,15 +87,11 @@ def device_code(text: str) -> str:
 
 
 def _primitives(text: str) -> tuple[int, int]:
-    """The first line of the section and the line after it, counted
-    from 0. If there is no section, both are after the last line."""
+    """The first line of the section and the line after it, counted from 0. If there is no section, both are after the
+    last line."""
     lines = text.split("\n")
     begin, end = (next((i for i, line in enumerate(lines) if line.startswith(m)), len(lines)) for m in PRIMITIVES)
     return (begin, end + 1) if end < len(lines) else (len(lines), len(lines))
-
-
-def _in_namespace(kernel: KernelText, statement: str) -> str:
-    return f"namespace {kernel.namespace} {{ {statement} }}" if kernel.namespace else statement
 
 
 def _first_argument(arguments: str) -> str:

@@ -34,7 +34,7 @@ GRADIENT_SEED = 7
 
 
 @dataclass(frozen=True, eq=False)
-class Arena:
+class TableFixture:
     """Tables, the states of an update if there is one, and its numbers, on one device."""
 
     spec: CollectionSpec
@@ -74,12 +74,14 @@ class Arena:
         return load_kernel(Program(plan).text)
 
 
-def filled_arena(spec: CollectionSpec, update: Update | None, device: torch.device) -> Arena:
+def filled_fixture(spec: CollectionSpec, update: Update | None, device: torch.device) -> TableFixture:
     """Tables of full size, with the same rows as in benchmarks."""
-    return _arena(spec, update, device, lambda table, index: fill_table(table.weight, index))
+    return _fixture(spec, update, device, lambda table, index: fill_table(table.weight, index))
 
 
-def drawn_arena(spec: CollectionSpec, update: Update | None, device: torch.device, seed: int, special: bool) -> Arena:
+def drawn_fixture(
+    spec: CollectionSpec, update: Update | None, device: torch.device, seed: int, special: bool
+) -> TableFixture:
     """Tables with random rows, `special` among them if requested; padding has numbers that no kernel may read."""
     rows = draw_tables(spec, seed, special, device)
 
@@ -87,17 +89,17 @@ def drawn_arena(spec: CollectionSpec, update: Update | None, device: torch.devic
         table.block.view(torch.uint8).fill_(0xFF)
         table.weight.copy_(rows[index])
 
-    return _arena(spec, update, device, fill)
+    return _fixture(spec, update, device, fill)
 
 
-def gradients_for(arena: Arena, batch: Batch, train: Any) -> Gradients:
+def gradients_for(fixture: TableFixture, batch: Batch, train: Any) -> Gradients:
     """Gradients for a backward of the batch, which depend on its shape alone.
 
     `train` is a kernel of the forward that runs before a backward and keeps what that needs; None if it keeps nothing.
     """
-    layout = arena.layout
-    noise = partial(_noise, torch_dtype(arena.spec.output_dtype), arena.device)
-    kept = (None, None) if train is None else train(*arena.arguments("forward_train", batch, None, "zero"))[2:]
+    layout = fixture.layout
+    noise = partial(_noise, torch_dtype(fixture.spec.output_dtype), fixture.device)
+    kept = (None, None) if train is None else train(*fixture.arguments("forward_train", batch, None, "zero"))[2:]
     sequence = noise(sequence_size(layout, batch)) if layout.sequence_features else None
     return Gradients(noise(batch.batch, layout.output_width), sequence, *kept)
 
@@ -127,9 +129,9 @@ def optimizer_of(update: Update) -> optim.Optimizer:
     return optim.Custom(lr=LR, rounding=update.rounding, definition=definition, numbers=numbers)
 
 
-def _arena(
+def _fixture(
     spec: CollectionSpec, update: Update | None, device: torch.device, fill: Callable[[Table, int], None]
-) -> Arena:
+) -> TableFixture:
     optimizer = None if update is None else optimizer_of(update)
     initial = {} if optimizer is None else optimizer.initial_states
     holders = []
@@ -141,6 +143,8 @@ def _arena(
         holders.append(table)
     if optimizer is None or update is None:
         hyper = torch.zeros(len(HYPER), dtype=torch.float64, device=device)
-        return Arena(spec, None, tuple(holders), hyper, torch.zeros(len(COUNTERS), dtype=torch.int64, device=device))
+        return TableFixture(
+            spec, None, tuple(holders), hyper, torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        )
     numbers = Numbers([optimizer], device)
-    return Arena(spec, update, tuple(holders), numbers.hyper, numbers.counters)
+    return TableFixture(spec, update, tuple(holders), numbers.hyper, numbers.counters)

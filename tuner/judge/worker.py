@@ -32,7 +32,7 @@ from embforge.inputs import Batch
 from embforge.launch.kernels import Program, load_kernel
 from embforge.number_formats import torch_dtype
 from embforge.tuner.bench.forward import enough_batches
-from embforge.tuner.judge.fixtures import Arena, filled_arena, gradients_for
+from embforge.tuner.judge.fixtures import TableFixture, filled_fixture, gradients_for
 from embforge.tuner.judge.judge import Cache
 from embforge.tuner.judge.messages import (
     Board,
@@ -49,7 +49,7 @@ from embforge.tuner.judge.messages import (
     Verify,
 )
 from embforge.tuner.judge.outcome import Failure, LaunchFailed, Paired, Timed, WrongAnswer
-from embforge.tuner.judge.verification_cases import Question, ask, difference, questions_of
+from embforge.tuner.judge.verification_cases import VerificationCase, answer_of, cases_of, difference
 from embforge.tuner.measure.paired import Rotation, interleaved_rounds, repeats_of
 from embforge.tuner.measure.quiet import Clocks, usage_since
 from embforge.tuner.measure.timers import CpuTimer, CudaTimer, Run, Timer
@@ -115,11 +115,11 @@ class Worker:
         self._plan = plan = Plan.from_text(setup.anchor)
         self._device = device_of(plan.target)
         board.write("filling tables", patience=True)
-        self._arena: Arena = filled_arena(plan.spec, plan.update, self._device)
+        self._fixture: TableFixture = filled_fixture(plan.spec, plan.update, self._device)
         board.write("drawing batches", patience=True)
         self._batches = {text: self._drawn(text) for text in setup.workloads}
-        self._questions: dict[str, list[Question]] = {}
-        self._questions_for(plan)
+        self._cases: dict[str, list[VerificationCase]] = {}
+        self._cases_for(plan)
         self._prepared: dict[str, list[tuple[Any, ...]]] = {}
         self._anchor: Loaded | None = None
         self._racing: dict[tuple[str, int], Loaded] = {}
@@ -152,8 +152,8 @@ class Worker:
 
     def _arguments(self, batch: Batch, keeper: Any) -> tuple[Any, ...]:
         op = self._plan.op
-        gradients = None if op.startswith("forward") else gradients_for(self._arena, batch, keeper)
-        arguments: tuple[Any, ...] = self._arena.arguments(op, batch, gradients)
+        gradients = None if op.startswith("forward") else gradients_for(self._fixture, batch, keeper)
+        arguments: tuple[Any, ...] = self._fixture.arguments(op, batch, gradients)
         return arguments
 
     def _seconds_of_a_call(self, workload: str) -> float:
@@ -240,23 +240,23 @@ class Worker:
         """Verifies a kernel by all cases, with one thread and with all threads."""
         plan = loaded.plan
         threads = sorted({1, torch.get_num_threads()}) if self._device.type == "cpu" else [torch.get_num_threads()]
-        for question in self._questions_for(plan):
+        for case in self._cases_for(plan):
             for count in threads:
-                doing = f"verifying {plan.op}, {question.label}" + (f", threads: {count}" if len(threads) > 1 else "")
+                doing = f"verifying {plan.op}, {case.label}" + (f", threads: {count}" if len(threads) > 1 else "")
                 self._board.write(doing)
                 with self._no_fault_of_ours(), torch_threads(count):
-                    got = ask(loaded.kernel, question)
-                wrong = difference(plan.layout, question, got)
+                    got = answer_of(loaded.kernel, case)
+                wrong = difference(plan.layout, case, got)
                 if wrong is not None:
                     raise _FailedError(WrongAnswer(f"{wrong} (while {doing})"))
 
-    def _questions_for(self, plan: Plan) -> list[Question]:
-        if plan.op not in self._questions:
+    def _cases_for(self, plan: Plan) -> list[VerificationCase]:
+        if plan.op not in self._cases:
             self._board.write(f"asking the reference for {plan.op}", patience=True)
             first = {text: batches[0] for text, batches in self._batches.items()}
             with torch_threads(1):  # with more threads, a busy core would make these small operations 100 times slower
-                self._questions[plan.op] = questions_of(plan, self._arena, first, self._setup.seed)
-        return self._questions[plan.op]
+                self._cases[plan.op] = cases_of(plan, self._fixture, first, self._setup.seed)
+        return self._cases[plan.op]
 
     def _drawn(self, text: str) -> list[Batch]:
         drawn = enough_batches(self._plan.spec, traffic.parse(text), self._setup.seed)

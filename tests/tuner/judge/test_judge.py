@@ -35,7 +35,7 @@ from embforge.tuner.judge.bench_judge import BenchJudge, JudgeError
 from embforge.tuner.judge.ledger import STARTING, TIMING, VERIFYING, WAITING
 from embforge.tuner.judge.messages import Board, GoOn, MayITime, Ready, Screen, Setup, TakeAnchor
 from embforge.tuner.judge.outcome import CompileFailed, LaunchFailed, Timed, TimedOut, WrongAnswer
-from embforge.tuner.judge.verification_cases import ask, difference
+from embforge.tuner.judge.verification_cases import answer_of, difference
 from embforge.tuner.judge.worker import HOPELESS, Worker
 
 SPEC = CollectionSpec([TableSpec("t", 200, 8)], [FeatureSpec("f", "t")], name="tiny")
@@ -332,7 +332,7 @@ def test_a_kernel_wrong_with_a_second_thread_count_only_is_caught(worker: Worker
 
 
 @pytest.mark.parametrize(
-    ("number", "condition", "question"),
+    ("number", "condition", "label"),
     [
         (2, "batch == 3", "B=3, split lengths, zipf int64 ids"),
         (3, "batch == 1", "B=1, usual lengths, uniform int64 ids"),
@@ -340,12 +340,12 @@ def test_a_kernel_wrong_with_a_second_thread_count_only_is_caught(worker: Worker
     ],
 )
 def test_a_kernel_wrong_on_one_batch_only_is_caught(
-    worker: Worker, doctor: Doctor, number: int, condition: str, question: str
+    worker: Worker, doctor: Doctor, number: int, condition: str, label: str
 ) -> None:
     plan = doctor.spoil(fresh(number), after=f"if ({condition}) {{ {WRONG} }}")
     outcome = worker.answer(Screen(plan.text))
     assert isinstance(outcome, WrongAnswer)
-    assert f"(while verifying forward, {question}, " in outcome.why
+    assert f"(while verifying forward, {label}, " in outcome.why
 
 
 @pytest.mark.parametrize(("number", "condition"), [(5, "true"), (6, "batch == 70"), (7, "threads > 1")])
@@ -368,10 +368,10 @@ TWO_ROWS_ONLY = """
 def test_memory_that_a_kernel_does_not_write_is_never_the_right_answer(worker: Worker, doctor: Doctor) -> None:
     lazy = load_kernel(Program(doctor.spoil(fresh(8), TWO_ROWS_ONLY % ANCHOR.uri)).text)
     right = load_kernel(Program(ANCHOR).text)
-    for question in worker._questions_for(ANCHOR):
-        if question.batch.batch > 2:
-            assert difference(ANCHOR.layout, question, ask(right, question)) is None
-            assert difference(ANCHOR.layout, question, ask(lazy, question)) is not None, question.label
+    for case in worker._cases_for(ANCHOR):
+        if case.batch.batch > 2:
+            assert difference(ANCHOR.layout, case, answer_of(right, case)) is None
+            assert difference(ANCHOR.layout, case, answer_of(lazy, case)) is not None, case.label
 
 
 def test_an_error_that_a_call_raises_is_an_outcome(worker: Worker, doctor: Doctor) -> None:

@@ -27,7 +27,7 @@ from embforge.codegen.planner.traffic import (
     replica_bytes,
     row_bytes,
     vector_bytes,
-    worth_asking,
+    worth_requesting,
 )
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.sharding.geometry import INT32_ROWS, is_hierarchical
@@ -47,10 +47,10 @@ METRICS = (
     "gradient_row",
     "gradient_rows",
     "norms",  # bytes of row norms sent to other owners of the same rows
-    "asking",  # streams whose pools can be requested
-    "asked",  # pools that one source would request
-    "asked_numbers",  # how many numbers these pools have
-    "asked_bytes",
+    "requestable",  # streams whose pools can be requested
+    "requested",  # pools that one source would request
+    "requested_numbers",  # how many numbers these pools have
+    "requested_bytes",
     "columns",  # numbers per sample of direct pooled columns
 )
 """The numbers that a table adds to a rank, in this order."""
@@ -206,10 +206,10 @@ class Costs:
                 values[ROW["gradient_row"]] += gradients
                 if step.wire.pools == "different":
                     pools = access.pools(feature, step.batch_size, table.num_embeddings, asked, held)
-                    values[ROW["asking"]] += 1
-                    values[ROW["asked"]] += pools
-                    values[ROW["asked_numbers"]] += pools * width
-                    values[ROW["asked_bytes"]] += pools * forward
+                    values[ROW["requestable"]] += 1
+                    values[ROW["requested"]] += pools
+                    values[ROW["requested_numbers"]] += pools * width
+                    values[ROW["requested_bytes"]] += pools * forward
                     values[ROW["columns"]] += width
             if step.update is not None:
                 values[ROW["updated"]] += n * ids * (_lines(4 * width) + SORT_BYTES)
@@ -253,7 +253,7 @@ def row_of(width: int, dtype: Any, update: Update | None) -> tuple[int, int]:
 
 def _add_shared(pieces: Sequence[Piece], costs: Sequence[Floats], ranks: Any, values: Floats) -> None:
     """Adds up the costs of pieces per rank. Pieces with the same rank and shard share a stream, which counts once."""
-    of_streams = [ROW[name] for name in ("streams", "pooled", "ids", "weighted", "asking", "asked")]
+    of_streams = [ROW[name] for name in ("streams", "pooled", "ids", "weighted", "requestable", "requested")]
     taken: set[tuple[int, int, int]] = set()
     for piece, cost in zip(pieces, costs, strict=True):
         for shard, rank in enumerate(piece.owners):
@@ -304,12 +304,14 @@ class Loads:
         step = self.costs.step
         wire, samples = step.wire, step.batch_size
         wide = self.total("wide") > 0.5
-        asks = worth_asking(self["asked_numbers"] + self["asked"], samples, self["columns"]) & (self["columns"] > 0)
-        asked = np.where(asks, self["asked"], 0.0)
+        requests = worth_requesting(self["requested_numbers"] + self["requested"], samples, self["columns"]) & (
+            self["columns"] > 0
+        )
+        asked = np.where(requests, self["requested"], 0.0)
         found = {
-            "header": header_bytes(self["streams"] + self["asking"], self.costs.num_remapped),
+            "header": header_bytes(self["streams"] + self["requestable"], self.costs.num_remapped),
             "ids": id_bytes(self["ids"], samples, self["pooled"], self["weighted"], wide, asked),
-            "vectors": np.where(asks, self["asked_bytes"] + self["vector_rows"], self._all_vectors),
+            "vectors": np.where(requests, self["requested_bytes"] + self["vector_rows"], self._all_vectors),
         }
         if step.update is not None:
             found["gradients"] = vector_bytes(self["gradient_row"], samples, self["gradient_rows"])

@@ -59,7 +59,7 @@ def id_bytes(ids: Any, samples: Any, pooled: Any, weighted: Any, wide: Any, aske
     return _up(width * ids + 4 * samples * pooled + 4 * (weighted + asked), width)
 
 
-def worth_asking(asked: Any, samples: Any, columns: Any) -> Any:
+def worth_requesting(asked: Any, samples: Any, columns: Any) -> Any:
     """Whether a rank requests pools one by one instead of getting `columns` numbers for each sample: it does if that
     saves a quarter of them. `asked` counts the numbers of the requested pools, and one more for each request."""
     return 4 * asked <= 3 * samples * columns

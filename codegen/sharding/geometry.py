@@ -206,7 +206,7 @@ class Geometry:
         return tuple(columns)
 
     @cached_property
-    def asking_to(self) -> tuple[tuple[int, ...], ...]:
+    def requestable_to(self) -> tuple[tuple[int, ...], ...]:
         """For each rank, those streams to it whose pools can be requested one by one."""
         return tuple(tuple(t for t in streams if self.direct_columns[t]) for streams in self.streams_to)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from embforge.codegen.planner.traffic import worth_asking
+from embforge.codegen.planner.traffic import worth_requesting
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.stages import PICK_WORDS, SOURCE_WORDS
 from embforge.sharded.exchange.formats import row_bytes
@@ -111,9 +111,9 @@ class PoolRequester:
         rank, at = self.arrays.rank, self.arrays.asked_at
         costs, columns = self._costs
         sent_counts = np.where(at >= 0, own_header[at], 0)
-        owners = worth_asking(costs @ sent_counts, samples[rank], columns) & (columns > 0)
+        owners = worth_requesting(costs @ sent_counts, samples[rank], columns) & (columns > 0)
         own_costs = costs[rank, list(self.arrays.requestable_to[rank])]
-        sources = worth_asking(requested @ own_costs, samples, columns[rank]) & bool(columns[rank])
+        sources = worth_requesting(requested @ own_costs, samples, columns[rank]) & bool(columns[rank])
         owners[rank] = sources[rank] = False
         if not (owners.any() or sources.any()):
             return None

@@ -200,7 +200,7 @@ class StageArrays:
     @cached_property
     def requestable_to(self) -> tuple[tuple[int, ...], ...]:
         """For each rank, the streams to it whose pools can be requested."""
-        return self.geometry.asking_to if self.requests_pools else ((),) * self.geometry.world_size
+        return self.geometry.requestable_to if self.requests_pools else ((),) * self.geometry.world_size
 
     @cached_property
     def header_begins(self) -> list[int]:

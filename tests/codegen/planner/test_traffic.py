@@ -20,7 +20,7 @@ from embforge.codegen.planner.access import Access, access_of
 from embforge.codegen.planner.cost import Step, costs_of, loads_of
 from embforge.codegen.planner.simulate import sent_bytes
 from embforge.codegen.planner.topology import load_topology
-from embforge.codegen.planner.traffic import Wire, row_bytes, worth_asking
+from embforge.codegen.planner.traffic import Wire, row_bytes, worth_requesting
 from embforge.codegen.plans import update_named
 from embforge.codegen.sharding.geometry import Geometry
 from embforge.codegen.sharding.kinds import ColumnWise, Grid, Hierarchical, RowWise, ShardPlan, TableWise
@@ -215,7 +215,7 @@ def test_expected_pools_are_those_of_draws(kind: Any, skew: float, length: int) 
     batches = [(law.draw(np.random.default_rng(rank), size * length, 5000), offsets) for rank in range(4)]
     counted = count_ids(geometry, batches)
     step = Step(size, Access(skew, length), None, Wire(pools="different"))
-    expected = loads_of(placement, costs_of(placement, load_topology("h100x8"), step))["asked"]
+    expected = loads_of(placement, costs_of(placement, load_topology("h100x8"), step))["requested"]
     for owner, streams in enumerate(geometry.streams_to):
         assert expected[owner] == pytest.approx(counted.asked[:, streams].sum(axis=1).mean(), rel=0.1, abs=8), owner
 
@@ -250,4 +250,4 @@ def test_an_unknown_wire_format_lists_the_allowed_ones() -> None:
 
 def test_pools_are_requested_one_by_one_only_if_a_quarter_is_saved() -> None:
     """10 samples of 8 columns: 80 numbers, of which 60 may travel."""
-    assert worth_asking(60, 10, 8) and not worth_asking(61, 10, 8)
+    assert worth_requesting(60, 10, 8) and not worth_requesting(61, 10, 8)

@@ -21,7 +21,7 @@ from embforge.codegen.planner.traffic import (
     replica_bytes,
     row_bytes,
     vector_bytes,
-    worth_asking,
+    worth_requesting,
 )
 from embforge.codegen.rules.rule import Update
 from embforge.codegen.sharding.geometry import Geometry
@@ -83,12 +83,12 @@ def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, u
         sent = counted.ids[:, list(streams)]
         pooled = sum(not stream.sequence for stream in described)
         weighted = sent[:, [stream.weighted for stream in described]].sum(axis=1)
-        asking = asking_of(geometry, d, counted) if wire.pools == "different" else np.zeros(n, dtype=bool)
-        asked = np.where(asking, counted.asked[:, list(geometry.asking_to[d])].sum(axis=1), 0)
-        counts = len(streams) + len(geometry.asking_to[d]) * (wire.pools == "different")
+        requesting = requesters_of(geometry, d, counted) if wire.pools == "different" else np.zeros(n, dtype=bool)
+        asked = np.where(requesting, counted.asked[:, list(geometry.requestable_to[d])].sum(axis=1), 0)
+        counts = len(streams) + len(geometry.requestable_to[d]) * (wire.pools == "different")
         pairs["header"][:, d] = header_bytes(counts, geometry.placement.num_remapped)
         pairs["ids"][:, d] = id_bytes(sent.sum(axis=1), samples, pooled, weighted, geometry.wide_ids, asked)
-        pairs["vectors"][d] = _vectors(geometry, d, counted, wire.forward, asking)
+        pairs["vectors"][d] = _vectors(geometry, d, counted, wire.forward, requesting)
         pairs["gradients"][:, d] = _vectors(geometry, d, counted, wire.gradients, np.zeros(n, dtype=bool))
         if wire.weight_gradients:
             pairs["weight_gradients"][d] = 4 * weighted
@@ -102,16 +102,16 @@ def traffic_of(geometry: Geometry, counted: Counted, wire: Wire | None = None, u
     return Traffic(pairs)
 
 
-def asking_of(geometry: Geometry, owner: int, counted: Counted) -> NDArray[np.bool_]:
+def requesters_of(geometry: Geometry, owner: int, counted: Counted) -> NDArray[np.bool_]:
     """For each rank: whether it requests pools from the owner."""
-    streams = list(geometry.asking_to[owner])
+    streams = list(geometry.requestable_to[owner])
     columns = np.array([geometry.direct_columns[t] for t in streams], dtype=np.int64)
     asked = counted.asked[:, streams]
-    found = worth_asking(asked @ (columns + 1), np.asarray(counted.samples), columns.sum())
-    return np.asarray(found & (columns.sum() > 0))
+    requests = worth_requesting(asked @ (columns + 1), np.asarray(counted.samples), columns.sum())
+    return np.asarray(requests & (columns.sum() > 0))
 
 
-def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str, asking: NDArray[np.bool_]) -> Ints:
+def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str, requesting: NDArray[np.bool_]) -> Ints:
     """The bytes of vectors between an owner and every rank."""
     local = geometry.locals[owner]
     samples = np.asarray(counted.samples, dtype=np.int64)
@@ -122,7 +122,7 @@ def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str, aski
         if placed.column is None:
             sequence += row_bytes(format, placed.width) * counted.ids[:, found.stream]
         elif placed.column < local.direct_width:
-            pooled += row_bytes(format, placed.width) * np.where(asking, counted.asked[:, found.stream], samples)
+            pooled += row_bytes(format, placed.width) * np.where(requesting, counted.asked[:, found.stream], samples)
     return pooled + sequence
 
 

@@ -36,10 +36,10 @@ class Bucket:
 def buckets_of(layout: CollectionLayout) -> tuple[Bucket, ...]:
     """The collection's buckets, those with the most bytes per row first, with features in the spec's order."""
     groups: dict[tuple[int, str, Pooling, bool], list[FeatureLayout]] = {}
-    for placed in layout.features:
-        table = layout.tables[placed.table_index].table
-        key = (placed.dim, table.dtype, placed.feature.kind.undivided, placed.feature.weighted)
-        groups.setdefault(key, []).append(placed)
+    for feature in layout.features:
+        table = layout.tables[feature.table_index].table
+        key = (feature.dim, table.dtype, feature.feature.kind.undivided, feature.feature.weighted)
+        groups.setdefault(key, []).append(feature)
     ordered = sorted(groups.items(), key=lambda item: -item[0][0] * DTYPES[item[0][1]].bytes)
     return tuple(
         _bucket(index, layout.tables[members[0].table_index], key, members)

@@ -122,32 +122,32 @@ class Costs:
         rows = sum(self.step.access.ids_per_sample(f.feature) * f.dim for f in layout.sequence_features)
         return float(self.step.batch_size * (layout.output_width + rows) * DTYPES[self.spec.output_dtype].bytes)
 
-    def share(self, placed: TablePlacement) -> Share:
+    def share(self, placement: TablePlacement) -> Share:
         """The numbers that a table adds with this placement."""
         totals = np.zeros(len(TOTALS))
-        if placed.replicated:
-            return self._replicated(placed.table, totals)
+        if placement.replicated:
+            return self._replicated(placement.table, totals)
         n = self.topology.world_size
-        owners = np.concatenate([np.asarray(piece.owners) for piece in placed.pieces])
+        owners = np.concatenate([np.asarray(piece.owners) for piece in placement.pieces])
         ranks = np.unique(owners)
         values = np.zeros((len(METRICS), len(ranks)))
         known: dict[tuple[int, int], Floats] = {}
-        for piece in placed.pieces:
+        for piece in placement.pieces:
             like = (piece.width, len(piece.owners))  # pieces of equal width and number of shards cost the same
             if like not in known:
-                known[like] = self._piece(placed, piece)
-        all_pieces = [known[piece.width, len(piece.owners)] for piece in placed.pieces]
+                known[like] = self._piece(placement, piece)
+        all_pieces = [known[piece.width, len(piece.owners)] for piece in placement.pieces]
         at = np.searchsorted(ranks, owners)
         if len(at) == len(ranks):
             values[:, at] = np.concatenate(all_pieces, axis=1)
         else:  # some rank holds several pieces
-            _add_shared(placed.pieces, all_pieces, ranks, values)
-        self._norms(placed, ranks, values)
-        if placed.hierarchical:
-            for feature in self.features[placed.table.name]:
-                if is_hierarchical(feature, placed):
-                    totals[:3] += [row_bytes(f, placed.table.embedding_dim) for f in ("fp32", *self._formats)]
-        capacity = max(placed.rows(piece, 0).capacity for piece in placed.pieces)
+            _add_shared(placement.pieces, all_pieces, ranks, values)
+        self._norms(placement, ranks, values)
+        if placement.hierarchical:
+            for feature in self.features[placement.table.name]:
+                if is_hierarchical(feature, placement):
+                    totals[:3] += [row_bytes(f, placement.table.embedding_dim) for f in ("fp32", *self._formats)]
+        capacity = max(placement.rows(piece, 0).capacity for piece in placement.pieces)
         totals[4] = capacity > INT32_ROWS
         return Share(slice(None) if len(ranks) == n else ranks, values, totals)
 
@@ -173,16 +173,16 @@ class Costs:
         totals[3] = gradient
         return Share(slice(None), values, totals)
 
-    def _piece(self, placed: TablePlacement, piece: Piece) -> Floats:
+    def _piece(self, placement: TablePlacement, piece: Piece) -> Floats:
         """`[METRICS, owners]` of one piece."""
         n, step, access = self.topology.world_size, self.step, self.step.access
-        table, shards, width = placed.table, len(piece.owners), piece.width
-        asked = access.shares(table.num_embeddings, shards, placed.by)
-        held = Access().shares(table.num_embeddings, shards, placed.by)
+        table, shards, width = placement.table, len(piece.owners), piece.width
+        asked = access.shares(table.num_embeddings, shards, placement.by)
+        held = Access().shares(table.num_embeddings, shards, placement.by)
         row, state = row_of(width, table.dtype, step.update)
-        state += 4 * reductions_of(step.update) * placed.columns_split  # norms are stored with the states
+        state += 4 * reductions_of(step.update) * placement.columns_split  # norms are stored with the states
         values = np.zeros((len(METRICS), shards))
-        values[ROW["memory"]] = placed.rows(piece, 0).capacity * (row + state)
+        values[ROW["memory"]] = placement.rows(piece, 0).capacity * (row + state)
         wanted = 0.0
         for feature in self.features[table.name]:
             sequence = not feature.kind.pooled
@@ -201,7 +201,7 @@ class Costs:
             else:
                 values[ROW["pooled"]] += 1
                 values[ROW["weighted"]] += ids * feature.weighted
-            if not sequence and not is_hierarchical(feature, placed):
+            if not sequence and not is_hierarchical(feature, placement):
                 values[ROW["vector_row"]] += forward
                 values[ROW["gradient_row"]] += gradients
                 if step.wire.pools == "different":
@@ -218,23 +218,23 @@ class Costs:
             values[ROW["updated"]] += 2 * touched * (_lines(row) + _lines(state))
         return values
 
-    def _norms(self, placed: TablePlacement, ranks: Any, values: Floats) -> None:
+    def _norms(self, placement: TablePlacement, ranks: Any, values: Floats) -> None:
         reductions = reductions_of(self.step.update)
-        if not reductions or not placed.columns_split:
+        if not reductions or not placement.columns_split:
             return
-        table = placed.table
+        table = placement.table
         wanted = sum(self.step.batch_size * self.step.access.ids_per_sample(f) for f in self.features[table.name])
         touched = self.step.access.unique(wanted * self.topology.world_size, table.num_embeddings)
-        shards = np.concatenate([np.arange(len(piece.owners)) for piece in placed.pieces])
-        owners = np.concatenate([np.asarray(piece.owners) for piece in placed.pieces])
+        shards = np.concatenate([np.arange(len(piece.owners)) for piece in placement.pieces])
+        owners = np.concatenate([np.asarray(piece.owners) for piece in placement.pieces])
         # A norm is sent to every other rank that holds columns of the row. A rank may hold several pieces only if all
         # pieces have the same shards; otherwise (in a grid with unequal numbers of ranks) no two pieces share a rank.
-        others = np.full(len(owners), len(placed.pieces) - 1)
-        if len({len(piece.owners) for piece in placed.pieces}) == 1:
+        others = np.full(len(owners), len(placement.pieces) - 1)
+        if len({len(piece.owners) for piece in placement.pieces}) == 1:
             different = np.unique(shards * self.topology.world_size + owners) // self.topology.world_size
             others = np.bincount(different)[shards] - 1
         held = np.concatenate(
-            [Access().shares(table.num_embeddings, len(piece.owners), placed.by) for piece in placed.pieces]
+            [Access().shares(table.num_embeddings, len(piece.owners), placement.by) for piece in placement.pieces]
         )
         np.add.at(values[ROW["norms"]], np.searchsorted(ranks, owners), 4 * reductions * touched * held * others)
 
@@ -393,8 +393,8 @@ class Loads:
 def loads_of(placement: Placement, costs: Costs) -> Loads:
     """The loads of a placement: the sum over all its tables."""
     loads = Loads.empty(costs)
-    for placed in placement.tables:
-        loads.add(costs.share(placed))
+    for table in placement.tables:
+        loads.add(costs.share(table))
     return loads
 
 

@@ -32,7 +32,7 @@ def check_memory(
     loads = Loads.empty((trained or list(costs.values()))[0])
     by_name = dict(zip((table.name for table in placement.spec.tables), updates, strict=True))
     shares = {
-        placed.table.name: (placed.kind, costs[by_name[placed.table.name]].share(placed)) for placed in placement.tables
+        table.table.name: (table.kind, costs[by_name[table.table.name]].share(table)) for table in placement.tables
     }
     for table, (kind, share) in sorted(shares.items(), key=lambda item: (-item[1][1].memory, item[0])):
         loads.add(share)

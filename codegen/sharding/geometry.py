@@ -131,7 +131,7 @@ class Geometry:
     @cached_property
     def replicated(self) -> CollectionSpec | None:
         """The collection of replicated tables, if there are any."""
-        tables = tuple(placed.table for placed in self.placement.tables if placed.replicated)
+        tables = tuple(table.table for table in self.placement.tables if table.replicated)
         names = {table.name for table in tables}
         features = tuple(feature for feature in self.spec.features if feature.table in names)
         return CollectionSpec(tables, features, self.spec.output_dtype, self.spec.name) if tables else None
@@ -141,11 +141,13 @@ class Geometry:
         """Streams by destination and feature; and their index by (feature, rank, shards, shard)."""
         streams: dict[tuple[int, int, int, int], Stream] = {}
         for index, feature in enumerate(self.spec.features):
-            placed = self.placement.by_name[feature.table]
+            placement = self.placement.by_name[feature.table]
             sequence = not feature.kind.pooled
-            for piece in placed.pieces:
+            for piece in placement.pieces:
                 for shard, rank in enumerate(piece.owners):
-                    stream = Stream(index, rank, placed.rows(piece, shard), sequence, feature.weighted and not sequence)
+                    stream = Stream(
+                        index, rank, placement.rows(piece, shard), sequence, feature.weighted and not sequence
+                    )
                     streams[index, rank, len(piece.owners), shard] = stream
         keys = sorted(streams, key=lambda key: (key[1], key[0], key[2:]))
         return tuple(streams[key] for key in keys), {key: place for place, key in enumerate(keys)}
@@ -234,10 +236,10 @@ class Geometry:
     def _held(self) -> list[list[tuple[str, int, int]]]:
         """For each rank, the (table, piece, row shard) of everything that it holds."""
         held: list[list[tuple[str, int, int]]] = [[] for _ in range(self.world_size)]
-        for placed in self.placement.tables:
-            for number, piece in enumerate(placed.pieces):
+        for placement in self.placement.tables:
+            for number, piece in enumerate(placement.pieces):
                 for shard, rank in enumerate(piece.owners):
-                    held[rank].append((placed.table.name, number, shard))
+                    held[rank].append((placement.table.name, number, shard))
         return held
 
     def _local(self, rank: int) -> Local | None:
@@ -249,12 +251,12 @@ class Geometry:
             tables.append(_local_table(self.placement.by_name[name], number, shard))
         entries: list[tuple[LocalFeature, FeatureSpec, bool]] = []
         for index, feature in enumerate(self.spec.features):
-            placed, base = self.placement.by_name[feature.table], self.bases[index] if self.bases else 0
+            placement, base = self.placement.by_name[feature.table], self.bases[index] if self.bases else 0
             for number, shard, table in shards.get(feature.table, ()):
-                stream = self._streams_of(index, placed.pieces[number])[shard]
-                feature_spec = _local_feature(feature, placed, number, shard, tables[table].name, base)
+                stream = self._streams_of(index, placement.pieces[number])[shard]
+                feature_spec = _local_feature(feature, placement, number, shard, tables[table].name, base)
                 local = LocalFeature(stream, index, number, table)
-                entries.append((local, feature_spec, is_hierarchical(feature, placed)))
+                entries.append((local, feature_spec, is_hierarchical(feature, placement)))
         if not entries:
             return None
         entries.sort(key=lambda entry: entry[2])  # stable: features of a table keep their order
@@ -321,42 +323,42 @@ class Geometry:
         )
 
 
-def is_hierarchical(feature: FeatureSpec, placed: TablePlacement) -> bool:
+def is_hierarchical(feature: FeatureSpec, placement: TablePlacement) -> bool:
     """Whether a feature's partial pools are added up within nodes on their way. Maxima and minima are not: the rank of
     the sample must know which shard won, so they are sent directly."""
-    return placed.hierarchical and feature.kind.sums
+    return placement.hierarchical and feature.kind.sums
 
 
-def piece_name(placed: TablePlacement, number: int) -> str:
+def piece_name(placement: TablePlacement, number: int) -> str:
     """The name of a piece of a table in a rank's own collection."""
-    return f"{placed.table.name}.{number}" if placed.columns_split else placed.table.name
+    return f"{placement.table.name}.{number}" if placement.columns_split else placement.table.name
 
 
-def _local_table(placed: TablePlacement, number: int, shard: int) -> TableSpec:
-    piece = placed.pieces[number]
-    rows = placed.rows(piece, shard)
+def _local_table(placement: TablePlacement, number: int, shard: int) -> TableSpec:
+    piece = placement.pieces[number]
+    rows = placement.rows(piece, shard)
     return replace(
-        placed.table, name=piece_name(placed, number), num_embeddings=rows.capacity, embedding_dim=piece.width
+        placement.table, name=piece_name(placement, number), num_embeddings=rows.capacity, embedding_dim=piece.width
     )
 
 
 def _local_feature(
-    feature: FeatureSpec, placed: TablePlacement, number: int, shard: int, table: str, base: int
+    feature: FeatureSpec, placement: TablePlacement, number: int, shard: int, table: str, base: int
 ) -> FeatureSpec:
     """The feature that a shard looks up: it combines the rows that it holds, or returns each of them. The sender
     divides, multiplies rows by weights, and puts them in their places in a bag."""
-    name = f"{feature.name}.{number}" if placed.columns_split else feature.name
-    all_rows = range(placed.table.num_embeddings)
+    name = f"{feature.name}.{number}" if placement.columns_split else feature.name
+    all_rows = range(placement.table.num_embeddings)
     partial = feature.kind.partial.name
     if not feature.kind.pooled:
         # The sender leaves padding out of bags that several ranks pool. Here the row of padding is looked up, but must
         # not be trained.
-        rows = placed.rows(placed.pieces[number], shard)
+        rows = placement.rows(placement.pieces[number], shard)
         padding = feature.padding_idx
         padding = rows.local(padding) if padding is not None and padding in all_rows else None
         return FeatureSpec(name, table, partial, padding_idx=padding)
     # A bag that one rank pools is sent unchanged, so that its chunks of the canonical sum stay the same.
-    whole = len(placed.pieces[number].owners) == 1
+    whole = len(placement.pieces[number].owners) == 1
     padding = feature.padding_idx if whole else None
     if padding is not None:
         padding = padding + base if padding in all_rows else NO_ROW

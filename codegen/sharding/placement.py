@@ -104,7 +104,7 @@ class Placement:
 
     @cached_property
     def by_name(self) -> dict[str, TablePlacement]:
-        return {placed.table.name: placed for placed in self.tables}
+        return {table.table.name: table for table in self.tables}
 
     @property
     def nodes(self) -> int:

@@ -47,26 +47,30 @@ def differences_from_torch(
     layout = layout_of(spec)
     batch = pooled.shape[0]
     taken = 0
-    for placed in layout.features:
-        borders = drawn.offsets[placed.index * batch : (placed.index + 1) * batch + 1].long()
+    for feature in layout.features:
+        borders = drawn.offsets[feature.index * batch : (feature.index + 1) * batch + 1].long()
         begin, end = int(borders[0]), int(borders[-1])
         bags = _Bags(
-            placed, drawn.values[begin:end], borders[:-1] - begin, int(borders.diff().max()), tables[placed.table_index]
+            feature,
+            drawn.values[begin:end],
+            borders[:-1] - begin,
+            int(borders.diff().max()),
+            tables[feature.table_index],
         )
-        weights = None if drawn.weights is None or not placed.feature.weighted else drawn.weights[begin:end]
-        if placed.column is None:
-            rows = sequence[taken : taken + (end - begin) * placed.dim].view(-1, placed.dim)
+        weights = None if drawn.weights is None or not feature.feature.weighted else drawn.weights[begin:end]
+        if feature.column is None:
+            rows = sequence[taken : taken + (end - begin) * feature.dim].view(-1, feature.dim)
             taken += rows.numel()
-            if not placed.feature.weighted:
+            if not feature.feature.weighted:
                 yield bags.embedding(rows)
-        elif placed.feature.kind.selects or placed.feature.pooling in (MODES if weights is None else WEIGHTED_MODES):
-            yield bags.embedding_bag(pooled[:, placed.column : placed.column + placed.width], weights)
+        elif feature.feature.kind.selects or feature.feature.pooling in (MODES if weights is None else WEIGHTED_MODES):
+            yield bags.embedding_bag(pooled[:, feature.column : feature.column + feature.width], weights)
 
 
 class _Bags(NamedTuple):
     """The ids of one feature, with `starts`, the positions of its bags counted from its first id."""
 
-    placed: FeatureLayout
+    feature: FeatureLayout
     ids: Tensor
     starts: Tensor
     longest: int
@@ -89,8 +93,8 @@ class _Bags(NamedTuple):
         used, ids = torch.unique(self.ids.long(), return_inverse=True)
         rows = self.table.index_select(0, used.clamp(0, len(self.table) - 1)).double()  # a padding id may not be a row
         mode, sign, padding = *self._mode(), None
-        if self.placed.feature.padding_idx is not None and bool((used == self.placed.feature.padding_idx).any()):
-            padding = int((used == self.placed.feature.padding_idx).nonzero())
+        if self.feature.feature.padding_idx is not None and bool((used == self.feature.feature.padding_idx).any()):
+            padding = int((used == self.feature.feature.padding_idx).nonzero())
         name = "torch.nn.EmbeddingBag " + ("weighted " if weights is not None else "") + mode
         name += " of negated rows" if sign < 0 else ""
         if not ids.numel():
@@ -102,7 +106,7 @@ class _Bags(NamedTuple):
             )
 
         want = sign * bag(sign * rows, None if weights is None else weights.double())
-        if self.placed.feature.kind.selects:
+        if self.feature.feature.kind.selects:
             return self._difference(name, have, want.to(have.dtype).double(), None)
         sizes = bag(rows.abs(), None if weights is None else weights.double().abs())
         levels = math.ceil(math.log(max(self.longest, 2), CHUNK))
@@ -112,10 +116,10 @@ class _Bags(NamedTuple):
 
     def _mode(self) -> tuple[str, int]:
         """Torch's mode, and the sign by which its rows and results are multiplied."""
-        combiner = self.placed.feature.kind.combiner
+        combiner = self.feature.feature.kind.combiner
         if combiner is not None and combiner.selects:
             return SELECTING_MODE, combiner.order
-        return self.placed.feature.pooling, 1
+        return self.feature.feature.pooling, 1
 
     def _difference(self, peer: str, have: Tensor, want: Tensor, allowed: Tensor | None) -> Difference:
         """The difference of two results. `allowed`: the largest difference that may come from rounding; None means
@@ -123,4 +127,4 @@ class _Bags(NamedTuple):
         apart = (have.double() - want).abs()
         error = float(apart.max()) if apart.numel() else 0.0
         within = bool((apart <= (torch.zeros_like(apart) if allowed is None else allowed)).all())
-        return Difference(peer, self.placed.feature.name, error, within)
+        return Difference(peer, self.feature.feature.name, error, within)

@@ -135,12 +135,12 @@ def draw_tables(
     All bits between rows are ones, which is a NaN in every format, so that a kernel that reads them has wrong results.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    return tuple(_table(placed, special, generator, device) for placed in layout_of(spec).tables)
+    return tuple(_table(table_layout, special, generator, device) for table_layout in layout_of(spec).tables)
 
 
-def _table(placed: TableLayout, special: bool, generator: torch.Generator, device: str | torch.device) -> Tensor:
-    table, dtype = placed.table, torch_dtype(placed.table.dtype)
-    raw = torch.full((table.num_embeddings, placed.stride_bytes), 255, dtype=torch.uint8, device="cpu")
+def _table(table_layout: TableLayout, special: bool, generator: torch.Generator, device: str | torch.device) -> Tensor:
+    table, dtype = table_layout.table, torch_dtype(table_layout.table.dtype)
+    raw = torch.full((table.num_embeddings, table_layout.stride_bytes), 255, dtype=torch.uint8, device="cpu")
     rows = raw.view(dtype)[:, : table.embedding_dim]
     if special or not torch_computes(dtype):
         numbers = _normal(rows.shape, generator)

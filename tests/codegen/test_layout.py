@@ -63,15 +63,15 @@ def test_every_stride_is_aligned_and_wastes_little(dim: int, dtype: str) -> None
 def test_columns_tile_the_output(spec: CollectionSpec) -> None:
     layout = layout_of(spec)
     column = 0
-    for placed, feature in zip(layout.features, spec.features, strict=True):
-        assert placed.feature == feature
-        assert spec.tables[placed.table_index].name == feature.table
+    for feature_layout, feature in zip(layout.features, spec.features, strict=True):
+        assert feature_layout.feature == feature
+        assert spec.tables[feature_layout.table_index].name == feature.table
         if feature.pooling == "none":
-            assert placed.column is None
+            assert feature_layout.column is None
             continue
-        assert placed.column == column
-        assert placed.width == placed.dim * (feature.hotness if feature.pooling == "concat" else 1)  # type: ignore[operator]
-        column += placed.width
+        assert feature_layout.column == column
+        assert feature_layout.width == feature_layout.dim * (feature.hotness if feature.pooling == "concat" else 1)  # type: ignore[operator]
+        column += feature_layout.width
     assert layout.output_width == column
     assert [f.feature.name for f in layout.sequence_features] == [f.name for f in spec.features if f.pooling == "none"]
 
@@ -86,15 +86,15 @@ def test_every_feature_is_in_one_bucket_with_its_like(spec: CollectionSpec) -> N
     assert len({b.label for b in buckets}) == len(buckets)
     assert [b.row_bytes for b in buckets] == sorted((b.row_bytes for b in buckets), reverse=True)
     for bucket in buckets:
-        for placed in bucket.features:
-            table = layout.tables[placed.table_index]
+        for feature_layout in bucket.features:
+            table = layout.tables[feature_layout.table_index]
             assert (bucket.dim, bucket.dtype, bucket.stride_bytes) == (
-                placed.dim,
+                feature_layout.dim,
                 table.table.dtype,
                 table.stride_bytes,
             )
-            assert bucket.pooling == placed.feature.kind.undivided
-            assert bucket.weighted == placed.feature.weighted
+            assert bucket.pooling == feature_layout.feature.kind.undivided
+            assert bucket.weighted == feature_layout.feature.weighted
 
 
 def test_sum_mean_and_sqrtn_share_a_bucket() -> None:

@@ -13,7 +13,7 @@ from embforge.launch.kernels import Program, kernel_of
 from embforge.verify.cases import Case
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE, assert_same_bits, untouched
-from emulated_driver.trained import FEW, MANY, REDUCE, USUAL, WEIGHTS, Training, batch_of, hot_batch, placed
+from emulated_driver.trained import FEW, MANY, REDUCE, USUAL, WEIGHTS, Training, batch_of, hot_batch, on_device
 
 
 def launches_of(kernel: Any, here: Training, case: Case = USUAL) -> int:
@@ -70,7 +70,7 @@ def test_reduced_gradients_have_the_references_bits(reduce: Any) -> None:
         truth = kernel_of(Program(training.reference_of(REDUCE)).text)
         words = training.metadata_of(here.truth, "error")
         wanted = truth(words, here.truth.tables, batch, gradients, "error")
-        found = reduce(here.metadata(), here.tables, *placed(batch, gradients, DEVICE), "error")
+        found = reduce(here.metadata(), here.tables, *on_device(batch, gradients, DEVICE), "error")
         for (rows, sums), (true_rows, true_sums) in zip(found, wanted, strict=True):
             assert torch.equal(rows.cpu(), true_rows)
             assert_same_bits(sums.cpu(), true_sums)
@@ -85,7 +85,7 @@ def test_gradients_of_weights_have_the_references_bits(weight_gradient: Any) -> 
         gradients = here.gradients(batch)
         words = training.metadata_of(here.truth, "error")
         wanted = truth(words, here.truth.tables, batch, gradients, "error")
-        found = weight_gradient(here.metadata(), here.tables, *placed(batch, gradients, DEVICE), "error")
+        found = weight_gradient(here.metadata(), here.tables, *on_device(batch, gradients, DEVICE), "error")
         assert_same_bits(found.cpu(), wanted)
     weight_gradient.check()
 
@@ -96,7 +96,7 @@ def test_gradients_of_weights_have_the_references_bits(weight_gradient: Any) -> 
 def test_an_update_only_queues_its_work(backward: Any) -> None:
     here, batch = Training(), batch_of(MANY)
     count = launches_of(backward, here, MANY)
-    given = placed(batch, here.gradients(batch), DEVICE)
+    given = on_device(batch, here.gradients(batch), DEVICE)
     torch.cuda.synchronize(DEVICE)
     before, step = control.launches(), here.counters.inner.clone()
     here.updates(backward, *given)
@@ -109,7 +109,7 @@ def test_an_update_only_queues_its_work(backward: Any) -> None:
 def test_updates_go_to_torchs_current_stream(backward: Any) -> None:
     here, batch = Training(), batch_of(USUAL)
     here.both(backward, batch)
-    given = placed(batch, here.gradients(batch), DEVICE)
+    given = on_device(batch, here.gradients(batch), DEVICE)
     torch.cuda.synchronize(DEVICE)
     step = here.counters.inner.clone()
     with torch_cuda.side_stream(DEVICE) as stream:
@@ -124,7 +124,7 @@ def test_updates_go_to_torchs_current_stream(backward: Any) -> None:
 
 def test_gradients_of_weights_are_only_queued(weight_gradient: Any) -> None:
     here, batch = Training(), batch_of(USUAL)
-    given = placed(batch, here.gradients(batch), DEVICE)
+    given = on_device(batch, here.gradients(batch), DEVICE)
     weight_gradient(here.metadata(), here.tables, *given, "error")
     torch.cuda.synchronize(DEVICE)
     assert untouched(weight_gradient(here.metadata(), here.tables, *given, "error"))
@@ -135,7 +135,7 @@ def test_every_device_is_trained(backward: Any, reduce: Any) -> None:
         here = Training(seed=index, device=torch.device("cuda", index))
         here.both(backward, batch_of(USUAL, index))
         here.assert_right()
-        given = placed(batch_of(USUAL), here.gradients(batch_of(USUAL)), here.device)
+        given = on_device(batch_of(USUAL), here.gradients(batch_of(USUAL)), here.device)
         for rows, _ in reduce(here.metadata(), here.tables, *given, "error"):
             assert rows.device == here.device
     backward.check()
@@ -166,13 +166,13 @@ def test_a_captured_update_can_be_replayed(backward: Any) -> None:
     here.both(backward, batch)
     torch.cuda.synchronize(DEVICE)
     with torch_cuda.side_stream(DEVICE):
-        given, gradients = placed(batch, here.gradients(batch), DEVICE)
+        given, gradients = on_device(batch, here.gradients(batch), DEVICE)
         here.metadata()
         graph = torch_cuda.Graph(DEVICE)
         with here.unchanged(), graph.capture():
             verdict = here.updates(backward, given, gradients)
         for now in (batch, other, batch):
-            for target, source in zip((given, gradients), placed(now, here.gradients(now), DEVICE), strict=True):
+            for target, source in zip((given, gradients), on_device(now, here.gradients(now), DEVICE), strict=True):
                 for inner, new in zip(target, source, strict=True):
                     if isinstance(inner, torch.Tensor):
                         inner.copy_(new)
@@ -186,7 +186,7 @@ def test_a_captured_update_can_be_replayed(backward: Any) -> None:
 def test_a_first_update_inside_a_capture_is_refused(backward: Any) -> None:
     here, few, many = Training(), batch_of(FEW), batch_of(MANY)
     with torch_cuda.side_stream(DEVICE):
-        of_few, of_many = (placed(batch, here.gradients(batch), DEVICE) for batch in (few, many))
+        of_few, of_many = (on_device(batch, here.gradients(batch), DEVICE) for batch in (few, many))
         here.metadata()
         with (
             here.unchanged(),
@@ -206,7 +206,7 @@ def test_a_reduction_inside_a_capture_is_refused(reduce: Any) -> None:
     device = torch.device("cuda", 1)
     here, batch = Training(device=device), batch_of(USUAL)
     with torch_cuda.side_stream(device):
-        given = placed(batch, here.gradients(batch), device)
+        given = on_device(batch, here.gradients(batch), device)
         words = here.metadata()
         reduce(words, here.tables, *given, "error")
         with (

@@ -15,7 +15,7 @@ from embforge.launch.gpu import backward_call
 from embforge.verify.cases import Case
 from emulated_driver import control, torch_cuda
 from emulated_driver.cases import DEVICE
-from emulated_driver.trained import BAD_ID, FEW, MANY, Training, bad_batch, batch_of, placed
+from emulated_driver.trained import BAD_ID, FEW, MANY, Training, bad_batch, batch_of, on_device
 
 # ---- What kernels find wrong with a batch
 
@@ -40,7 +40,7 @@ def test_only_the_bad_batch_is_skipped(backward: Any) -> None:
     queue = [
         (each, batch, each.gradients(batch)) for each, batch in ((here, good), (here, bad), (here, good), (other, good))
     ]
-    given = [(each, *placed(batch, gradients, DEVICE)) for each, batch, gradients in queue]
+    given = [(each, *on_device(batch, gradients, DEVICE)) for each, batch, gradients in queue]
     with control.setting(patience=1000):
         for each, *of_device in given:
             each.updates(backward, *of_device)
@@ -83,7 +83,7 @@ def test_a_reduction_raises_its_own_mistake(reduce: Any) -> None:
     here = Training()
     for _ in range(2):
         for batch, bad in ((bad_batch(), True), (batch_of(FEW), False)):
-            given = placed(batch, here.gradients(batch), DEVICE)
+            given = on_device(batch, here.gradients(batch), DEVICE)
             if bad:
                 with pytest.raises(IndexError, match=BAD_ID):
                     reduce(here.metadata(), here.tables, *given, "error")
@@ -94,7 +94,7 @@ def test_a_reduction_raises_its_own_mistake(reduce: Any) -> None:
 
 def test_gradients_of_weights_report_bad_ids(weight_gradient: Any) -> None:
     here = Training()
-    given = [placed(batch, here.gradients(batch), DEVICE) for batch in (bad_batch(), batch_of(FEW))]
+    given = [on_device(batch, here.gradients(batch), DEVICE) for batch in (bad_batch(), batch_of(FEW))]
     for of_device in given:
         weight_gradient(here.metadata(), here.tables, *of_device, "error")
     with pytest.raises(IndexError, match=BAD_ID):
@@ -106,7 +106,7 @@ def test_a_bad_replay_is_skipped_and_reported(backward: Any) -> None:
     here.both(backward, good)
     torch.cuda.synchronize(DEVICE)
     with torch_cuda.side_stream(DEVICE):
-        given, gradients = placed(good, here.gradients(good), DEVICE)
+        given, gradients = on_device(good, here.gradients(good), DEVICE)
         graph = torch_cuda.Graph(DEVICE)
         with graph.capture():
             here.updates(backward, given, gradients)
@@ -134,7 +134,7 @@ def test_without_memory_nothing_changes(backward: Any) -> None:
     """Whichever of its tensors is the one that does not fit into memory."""
     here, batch = Training(), batch_of(MANY)
     here.both(backward, batch)
-    given = placed(batch, here.gradients(batch), DEVICE)
+    given = on_device(batch, here.gradients(batch), DEVICE)
     torch.cuda.synchronize(DEVICE)
     room, step, failures = 0, 256, 0
     while True:
@@ -154,7 +154,7 @@ def test_without_memory_nothing_changes(backward: Any) -> None:
 
 def test_without_memory_for_the_code_nothing_changes(backward: Any) -> None:
     here, batch = Training(), batch_of(FEW)
-    given = placed(batch, here.gradients(batch), DEVICE)
+    given = on_device(batch, here.gradients(batch), DEVICE)
     here.metadata()
     room = control.memory_used() + 65536
     with here.unchanged(), control.setting(memory=room), pytest.raises(LaunchError, match="no memory left"):

@@ -64,7 +64,7 @@ def bad_batch(seed: int = 0) -> Batch:
     return batch._replace(values=values)
 
 
-def placed(batch: Batch, gradients: Gradients, device: torch.device) -> tuple[Batch, Gradients]:
+def on_device(batch: Batch, gradients: Gradients, device: torch.device) -> tuple[Batch, Gradients]:
     """The same on a device."""
     tensors = (None if x is None else x.to(device) for x in (*batch[:3], *gradients))
     values, offsets, weights, *rest = tensors
@@ -98,7 +98,7 @@ class Training:
         self, kernel: Any, batch: Batch, bounds_check: str = "error", gradients: Gradients | None = None
     ) -> Tensor:
         """One update on the device; the batch is the host's."""
-        return self.updates(kernel, *placed(batch, gradients or self.gradients(batch), self.device), bounds_check)
+        return self.updates(kernel, *on_device(batch, gradients or self.gradients(batch), self.device), bounds_check)
 
     def updates(self, kernel: Any, batch: Batch, gradients: Gradients, bounds_check: str = "error") -> Tensor:
         """One update; all is on the device."""

@@ -91,8 +91,8 @@ class Module:
         rows = [t.contiguous().view(bits[t.element_size()]) for t in self.tables]
         views = [
             state.contiguous().view(torch.int32)
-            for placed, table, section in zip(self.plan.layout.tables, self.tables, self.states, strict=True)
-            for state in state_views(placed, table, section).values()
+            for table_layout, table, section in zip(self.plan.layout.tables, self.tables, self.states, strict=True)
+            for state in state_views(table_layout, table, section).values()
         ]
         return [*rows, *views, self.counters]
 
@@ -101,9 +101,9 @@ def module_of(plan: Plan, seed: int = 0, grad_scale: float = 0.0, frozen: Sequen
     """A module with drawn numbers. Equal seeds give equal numbers for every target."""
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(seed)
     tables = list(draw_tables(plan.spec, seed))
-    sections = [allocate_section(placed, device) for placed in plan.layout.tables]
-    for placed, table, section in zip(plan.layout.tables, tables, sections, strict=True):
-        for state in state_views(placed, table, section).values():
+    sections = [allocate_section(table_layout, device) for table_layout in plan.layout.tables]
+    for table_layout, table, section in zip(plan.layout.tables, tables, sections, strict=True):
+        for state in state_views(table_layout, table, section).values():
             state.copy_(torch.rand(state.shape, generator=generator))
     rule = plan.update.rule if plan.update else None
     names = (*HYPER, *(rule.hyper if rule else ()))

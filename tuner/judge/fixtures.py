@@ -135,8 +135,8 @@ def _fixture(
     optimizer = None if update is None else optimizer_of(update)
     initial = {} if optimizer is None else optimizer.initial_states
     holders = []
-    for index, placed in enumerate(layout_of(spec, update).tables):
-        table = new_table(placed.table, placed, device, initial=initial)
+    for index, table_layout in enumerate(layout_of(spec, update).tables):
+        table = new_table(table_layout.table, table_layout, device, initial=initial)
         fill(table, index)
         for name, state in table.states().items():
             state.fill_(table.initial.get(name, 0.0))

@@ -145,9 +145,9 @@ def _touched(plan: Plan, fixture: TableFixture, batch: Batch) -> tuple[Tensor, .
     if plan.op.startswith("forward"):
         return ()
     ids: list[list[Tensor]] = [[] for _ in fixture.tables]
-    for placed in plan.layout.features:
-        begin, end = (int(batch.offsets[(placed.index + more) * batch.batch]) for more in (0, 1))
-        ids[placed.table_index].append(batch.values[begin:end].long())
+    for feature in plan.layout.features:
+        begin, end = (int(batch.offsets[(feature.index + more) * batch.batch]) for more in (0, 1))
+        ids[feature.table_index].append(batch.values[begin:end].long())
     return tuple(torch.cat(parts).unique() for parts in ids)
 
 

@@ -167,7 +167,7 @@ def _long_numbers(found: LongGeometry) -> Hashable:
 
 
 def _row_numbers(b: RowBucket) -> tuple[Hashable, ...]:
-    return tuple(getattr(b, f.name) for f in fields(b) if f.name != "placed")
+    return tuple(getattr(b, f.name) for f in fields(b) if f.name != "layout")
 
 
 def _blocks(context: Context, params: CudaParams, wide: bool) -> int:

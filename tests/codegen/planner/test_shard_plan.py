@@ -155,8 +155,8 @@ def test_shares_of_tables_add_up_whatever_their_order() -> None:
     costs = Costs(SPEC, where, step)
     placement = place(ShardPlan.hierarchical(SPEC), SPEC, 8, 4)
     loads = loads_of(placement, costs)
-    for placed in placement.tables[:2]:
-        loads.add(costs.share(placed), -1)
+    for table_placement in placement.tables[:2]:
+        loads.add(costs.share(table_placement), -1)
     rest = loads_of(type(placement)(SPEC, 8, 4, placement.tables[2:]), costs)
     assert loads.values.shape == (len(METRICS), 8)
     assert np.allclose(loads.values, rest.values) and np.allclose(loads.totals, rest.totals)

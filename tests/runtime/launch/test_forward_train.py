@@ -102,17 +102,17 @@ def test_winners_are_the_first_of_the_selected(case: Case) -> None:
     dims = [SPEC.table(feature.table).embedding_dim for feature in SPEC.features if feature.pooling in SELECTIONS]
     assert (winners.shape, winners.dtype) == ((case.batch, sum(dims)), torch.int64)
     for index, first in layout.winner_column.items():
-        placed = layout.features[index]
-        order = combiner_of(placed.feature.pooling).order
-        rows = order * probe.tables[placed.table_index].float()
-        present = [0 <= i < len(rows) and i != placed.feature.padding_idx for i in ids]
+        feature = layout.features[index]
+        order = combiner_of(feature.feature.pooling).order
+        rows = order * probe.tables[feature.table_index].float()
+        present = [0 <= i < len(rows) and i != feature.feature.padding_idx for i in ids]
         for sample in range(case.batch):
-            best, winner = torch.full((placed.dim,), -torch.inf), torch.full((placed.dim,), -1)
+            best, winner = torch.full((feature.dim,), -torch.inf), torch.full((feature.dim,), -1)
             for p in range(borders[index * case.batch + sample], borders[index * case.batch + sample + 1]):
                 if present[p]:
                     beaten = ~((best >= rows[ids[p]]) | best.isnan()) | (winner < 0)
                     best, winner = torch.where(beaten, rows[ids[p]], best), torch.where(beaten, p, winner)
-            assert winners[sample, first : first + placed.dim].tolist() == winner.tolist(), (index, sample)
+            assert winners[sample, first : first + feature.dim].tolist() == winner.tolist(), (index, sample)
 
 
 @pytest.mark.parametrize("pooling", SELECTIONS)

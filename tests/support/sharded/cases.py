@@ -106,18 +106,18 @@ class Training:
         Sums over a bag, over a row and over the occurrences of a row must each be calculated on one rank. Selections,
         and rows that are sent one by one, do not depend on an order.
         """
-        placed = place(self.plan(size), self.spec, size, node_size_of(size)).by_name[table]
-        if placed.replicated:
+        placement = place(self.plan(size), self.spec, size, node_size_of(size)).by_name[table]
+        if placement.replicated:
             return size == 1
         rule = self.rule(table)
-        if placed.columns_split and rule is not None and has_reductions(rule):
+        if placement.columns_split and rule is not None and has_reductions(rule):
             return False
         sums = {feature.kind.sums for feature in self.features(table)}
         if sums == {False}:
             return True
         # What is added within nodes comes after all other features, so that such a table's features change their order.
-        in_order = not placed.hierarchical or sums == {True}
-        return in_order and all(len(piece.owners) == 1 for piece in placed.pieces)
+        in_order = not placement.hierarchical or sums == {True}
+        return in_order and all(len(piece.owners) == 1 for piece in placement.pieces)
 
 
 def node_size_of(size: int) -> int:

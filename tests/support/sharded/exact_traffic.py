@@ -118,11 +118,13 @@ def _vectors(geometry: Geometry, owner: int, counted: Counted, format: str, requ
     if local is None:
         return np.zeros_like(samples)
     pooled, sequence = np.zeros_like(samples), np.zeros_like(samples)
-    for placed, found in zip(local.layout.features, local.features, strict=True):
-        if placed.column is None:
-            sequence += row_bytes(format, placed.width) * counted.ids[:, found.stream]
-        elif placed.column < local.direct_width:
-            pooled += row_bytes(format, placed.width) * np.where(requesting, counted.asked[:, found.stream], samples)
+    for feature, local_feature in zip(local.layout.features, local.features, strict=True):
+        if feature.column is None:
+            sequence += row_bytes(format, feature.width) * counted.ids[:, local_feature.stream]
+        elif feature.column < local.direct_width:
+            pooled += row_bytes(format, feature.width) * np.where(
+                requesting, counted.asked[:, local_feature.stream], samples
+            )
     return pooled + sequence
 
 
@@ -171,24 +173,24 @@ def count_ids(
     for rank, (values, offsets) in enumerate(batches):
         for bucketing in geometry.bucketings:
             feature = geometry.spec.features[bucketing.feature]
-            placed = geometry.placement.by_name[feature.table]
+            placement = geometry.placement.by_name[feature.table]
             first, last = (int(offsets[(bucketing.feature + i) * samples[rank]]) for i in (0, 1))
             given = ids = values[first:last]
             borders = offsets[bucketing.feature * samples[rank] : (bucketing.feature + 1) * samples[rank] + 1]
             bags = np.repeat(np.arange(samples[rank]), np.diff(borders))
-            ids = ids[(ids >= 0) & (ids < placed.table.num_embeddings)]
+            ids = ids[(ids >= 0) & (ids < placement.table.num_embeddings)]
             trained = ids if feature.padding_idx is None else ids[ids != feature.padding_idx]
             sequence = not feature.kind.pooled
             for shard, stream in enumerate(bucketing.streams):
-                mine = _of_shard(ids if sequence else trained, placed, len(bucketing.streams), shard)
+                mine = _of_shard(ids if sequence else trained, placement, len(bucketing.streams), shard)
                 if sequence and duplicates == "merge":
                     mine = np.unique(mine)
                 whole = not sequence and len(bucketing.streams) == 1
                 counts[rank, stream] = len(given) if whole else len(mine)
                 if not sequence:
                     here = np.ones(len(given), dtype=bool) if whole else _is_in(given, mine)
-                    asked[rank, stream] = _asked(given, bags, here, placed.table.num_embeddings, feature.weighted)
-            if placed.columns_split:
+                    asked[rank, stream] = _asked(given, bags, here, placement.table.num_embeddings, feature.weighted)
+            if placement.columns_split:
                 touched.setdefault(feature.table, []).append(trained)
     held: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, rows in touched.items():
@@ -196,11 +198,11 @@ def count_ids(
     return Counted(samples, counts, asked, held)
 
 
-def _by_holders(placed: TablePlacement, rows: NDArray[Any]) -> dict[tuple[str, tuple[int, ...]], int]:
+def _by_holders(placement: TablePlacement, rows: NDArray[Any]) -> dict[tuple[str, tuple[int, ...]], int]:
     """How many of the rows each combination of ranks holds, one rank per piece of columns."""
-    holders = [np.asarray(piece.owners)[_shard_of(rows, placed, len(piece.owners))] for piece in placed.pieces]
+    holders = [np.asarray(piece.owners)[_shard_of(rows, placement, len(piece.owners))] for piece in placement.pieces]
     combinations, counts = np.unique(np.stack(holders, axis=1), axis=0, return_counts=True)
-    name = placed.table.name
+    name = placement.table.name
     return {(name, tuple(map(int, ranks))): int(n) for ranks, n in zip(combinations, counts, strict=True)}
 
 
@@ -216,12 +218,14 @@ def _asked(ids: NDArray[Any], bags: NDArray[Any], here: NDArray[np.bool_], rows:
     return int((lengths > 0).sum() - single.sum() + len(np.unique(ids[single])))
 
 
-def _of_shard(ids: NDArray[Any], placed: TablePlacement, shards: int, shard: int) -> NDArray[Any]:
-    found: NDArray[Any] = ids[_shard_of(ids, placed, shards) == shard]
+def _of_shard(ids: NDArray[Any], placement: TablePlacement, shards: int, shard: int) -> NDArray[Any]:
+    found: NDArray[Any] = ids[_shard_of(ids, placement, shards) == shard]
     return found
 
 
-def _shard_of(ids: NDArray[Any], placed: TablePlacement, shards: int) -> NDArray[Any]:
+def _shard_of(ids: NDArray[Any], placement: TablePlacement, shards: int) -> NDArray[Any]:
     """For each id: the row shard of `shards` that holds it."""
-    found: NDArray[Any] = ids % shards if placed.by == "modulo" else ids // -(-placed.table.num_embeddings // shards)
+    found: NDArray[Any] = (
+        ids % shards if placement.by == "modulo" else ids // -(-placement.table.num_embeddings // shards)
+    )
     return found

@@ -70,8 +70,8 @@ def test_advice_keeps_what_it_promises(spec: CollectionSpec, target: str) -> Non
         assert found.better_dim > found.dim and found.saved >= LEAST_SAVED
         tables = tuple(replace(t, embedding_dim=found.better_dim) if t.name == found.table else t for t in spec.tables)
         taken = layout_of(replace(spec, tables=tables))
-        placed = next(t for t in taken.tables if t.table.name == found.table)
-        moved = mean_moved(placed.row_bytes, placed.stride_bytes, TUNINGS[target].unit_bytes)
+        table_layout = next(t for t in taken.tables if t.table.name == found.table)
+        moved = mean_moved(table_layout.row_bytes, table_layout.stride_bytes, TUNINGS[target].unit_bytes)
         assert float(moved) == found.better_moved
-        assert placed.stride_bytes * placed.table.num_embeddings == found.better_table_bytes
+        assert table_layout.stride_bytes * table_layout.table.num_embeddings == found.better_table_bytes
         assert found.table not in [again.table for again in advice(taken, target)]

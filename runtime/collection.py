@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from embforge.backends import DEVICES_OF, BackendName, arch_of, backend_on
 from embforge.chosen_device import chosen_device
 from embforge.codegen.layout import CollectionLayout, layout_by_table, layout_of
-from embforge.codegen.params import Params, ResolveParams
+from embforge.codegen.params import Params
 from embforge.codegen.plan import Plan
 from embforge.codegen.reading.numbers import size
 from embforge.codegen.spec import CollectionSpec
@@ -27,7 +27,7 @@ from embforge.lookups import Lookups
 from embforge.number_formats import ID_NAMES
 from embforge.operators.exported import ExportedLookup
 from embforge.pickle_layout import with_layout, without_layout
-from embforge.plan_choice import Choices, check_batch_size, check_params, choose_params, usable
+from embforge.plan_choice import Choices, check_batch_size, check_params, choice_of, choose_params, usable
 from embforge.storage.parameter_table import Sparse, sparse_tables
 from embforge.storage.remap import Remap, RemappedModule, set_remaps
 from embforge.storage.rule_entry import check_keys
@@ -261,10 +261,8 @@ class EmbeddingCollection(RemappedModule, Lookups):
 
     def choices(self, id_dtype: str = "int64") -> dict[str, Choice]:
         """The fields of each of the plans that `plans` returns, and why they were chosen."""
-        chosen: dict[str, Choice] = dict(self.chosen[id_dtype])
-        fixed = Choice(ResolveParams(), "it has nothing to tune")
-        of_op = {"forward": chosen["forward"], "forward_train": chosen["forward"], "resolve": fixed}
-        return {name: of_op.get(plan.op, chosen["backward"]) for name, plan in self.plans(id_dtype).items()}
+        chosen = self.chosen[id_dtype]
+        return {name: choice_of(plan, chosen) for name, plan in self.plans(id_dtype).items()}
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -25,6 +25,15 @@ ARGUMENT = {"forward": "params", "backward": "backward_params"}
 have the fields of the backward."""
 Choices = Mapping[str, Choice]
 """The choice for each op, "forward" and "backward"."""
+CHOSEN_AS = {
+    "forward": "forward",
+    "forward_train": "forward",
+    "backward": "backward",
+    "reduce": "backward",
+    "weight_gradient": "backward",
+    "resolve": None,
+}
+"""The entry of `Choices` that a kernel's fields come from, by the kernel's op; None for an op without fields."""
 PlansOf = Callable[[Params, Params], Mapping[str, Plan]]
 """A function that makes a module's kernel plans with these fields of a forward and of a backward."""
 
@@ -91,6 +100,12 @@ def choose_params(
         return choose(op, backend, spec, hardware, rule=rule, traffic=traffic, id_dtype=id_dtype)
 
     return {op: choice(op, params) for op, params in requested.items()}
+
+
+def choice_of(plan: Plan, choices: Choices) -> Choice:
+    """The choice from which a plan has its fields."""
+    chosen_as = CHOSEN_AS[plan.op]
+    return Choice(plan.params, "it has nothing to tune") if chosen_as is None else choices[chosen_as]
 
 
 def usable(choices: Choices, plans_of: PlansOf, kernels: str | None) -> Choices:

@@ -21,11 +21,13 @@ from embforge import plan_choice as parameters
 from embforge.cli.gen import emit
 from embforge.cli.tuned_plans import hardware_for
 from embforge.codegen.errors import MissingKernelError
+from embforge.codegen.kernel import OPS
 from embforge.codegen.params import CpuBackwardParams, CpuParams, CudaParams, ReferenceParams
 from embforge.codegen.plan import Plan
 from embforge.codegen.spec import CollectionSpec
 from embforge.codegen.tuned.hardware import this_cpu
 from embforge.codegen.tuned.record import Traffic
+from embforge.plan_choice import CHOSEN_AS
 from embforge.tuner.store import save
 from embforge.tuner.study.task import task_of
 
@@ -282,3 +284,7 @@ def test_a_search_begins_with_results_for_its_ids_and_caches() -> None:
     save(record_of(small, traffic=Traffic(2048), id_dtype="int32", cache="cold"), "user")
     assert task_of(SPEC).seeds()[1:] == task_of(SPEC, id_dtype="int32").seeds()[1:] == [large]
     assert task_of(SPEC, cache="cold").seeds()[1:] == [small]
+
+
+def test_every_op_says_where_its_fields_come_from() -> None:
+    assert CHOSEN_AS.keys() == set(OPS)

@@ -368,8 +368,8 @@ def describe(kind: Kind) -> str:
     """A kind in a few words."""
     if isinstance(kind, TableWise) and kind.rank is not None:
         return f"table_wise on rank {kind.rank}"
-    ranks = getattr(kind, "ranks", None)
-    pieces = getattr(kind, "pieces", None)
+    ranks = kind.ranks if isinstance(kind, RowWise | ColumnWise) else None
+    pieces = kind.pieces if isinstance(kind, ColumnWise | Grid) else None
     words = [kind.name, *([f"in {pieces} pieces"] if pieces else [])]
     if ranks is not None:
         words.append(f"on {len(ranks)} ranks" if len(ranks) > 4 else f"on ranks {', '.join(map(str, ranks))}")

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import assert_never
 
 from embforge.codegen.errors import PlanError
-from embforge.codegen.sharding.kinds import By, ColumnWise, DataParallel, Grid, Hierarchical, Kind, ShardPlan, TableWise
+from embforge.codegen.sharding.kinds import (
+    By,
+    ColumnWise,
+    DataParallel,
+    Grid,
+    Hierarchical,
+    Kind,
+    RowWise,
+    ShardPlan,
+    TableWise,
+)
 from embforge.codegen.spec import CollectionSpec, TableSpec
 
 COLUMN_UNIT = 4
@@ -150,7 +161,7 @@ def place(plan: ShardPlan, spec: CollectionSpec, world_size: int, node_size: int
 def place_table(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads: list[float]) -> TablePlacement:
     """The placement of one table. If its kind does not say which ranks, those with the least of `loads` are taken."""
     pieces = _pieces(table, kind, world_size, node_size, loads)
-    return TablePlacement(table, kind, getattr(kind, "by", "modulo"), pieces)
+    return TablePlacement(table, kind, _by(kind), pieces)
 
 
 def reads_of(spec: CollectionSpec) -> dict[str, float]:
@@ -160,6 +171,17 @@ def reads_of(spec: CollectionSpec) -> dict[str, float]:
     for feature in spec.features:
         reads[feature.table] += dims[feature.table] * (feature.hotness or 1)
     return reads
+
+
+def _by(kind: Kind) -> By:
+    """How a kind spreads the rows of a piece. With one shard per piece, both ways are the same."""
+    match kind:
+        case RowWise() | Grid() | Hierarchical():
+            return kind.by
+        case DataParallel() | TableWise() | ColumnWise():
+            return "modulo"
+        case _:
+            assert_never(kind)
 
 
 def _pieces(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads: list[float]) -> tuple[Piece, ...]:
@@ -190,7 +212,7 @@ def _pieces(table: TableSpec, kind: Kind, world_size: int, node_size: int, loads
             all_ranks[i * node_size : (i + 1) * node_size] if by_node else all_ranks[i::count] for i in range(count)
         ]
         return tuple(Piece(borders[i], borders[i + 1], parts[i]) for i in range(count))
-    ranks = getattr(kind, "ranks", None) or all_ranks
+    ranks = all_ranks if isinstance(kind, Hierarchical) else kind.ranks or all_ranks
     return (Piece(0, dim, _known(table, kind, ranks, world_size)),)
 
 

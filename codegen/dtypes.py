@@ -26,7 +26,6 @@ class Dtype:
     torch_name: str
     c_type: str
     """The type that a pointer to such numbers has in generated C++ and CUDA."""
-    safetensors: str
     aliases: tuple[str, ...] = ()
     """Other names that specs may use, in addition to torch's."""
     slips: tuple[str, ...] = ()
@@ -136,7 +135,7 @@ class Float(Dtype):
 
 
 FP32 = Float(
-    "fp32", 32, "float32", "float", "F32", ("float", "torch.float", "f32"), wire="fp32",
+    "fp32", 32, "float32", "float", ("float", "torch.float", "f32"), wire="fp32",
     exponent_bits=8, mantissa_bits=23, infinity=0x7F800000, nan=0x7FC00000, ptx="f32",
 )  # fmt: skip
 """The format in which everything is computed."""
@@ -146,25 +145,25 @@ DTYPES: dict[str, Dtype] = {
     for d in (
         FP32,
         Float(
-            "fp16", 16, "float16", "fp16_t", "F16", ("half", "torch.half", "f16"), wire="fp16",
+            "fp16", 16, "float16", "fp16_t", ("half", "torch.half", "f16"), wire="fp16",
             exponent_bits=5, mantissa_bits=10, infinity=0x7C00, nan=0x7E00, ptx="f16", rounded_from=0,
         ),
         Float(
-            "bf16", 16, "bfloat16", "bf16_t", "BF16", wire="bf16",
+            "bf16", 16, "bfloat16", "bf16_t", wire="bf16",
             exponent_bits=8, mantissa_bits=7, infinity=0x7F80, nan=0x7FC0, ptx="bf16", rounded_from=80,
         ),
-        Dtype("int8", 8, "int8", "int8_t", "I8", wire="int8"),
+        Dtype("int8", 8, "int8", "int8_t", wire="int8"),
         Float(
-            "fp8_e4m3", 8, "float8_e4m3fn", "fp8_e4m3_t", "F8_E4M3", ("fp8_e4m3fn", "float8_e4m3"), ("fp8", "float8"),
+            "fp8_e4m3", 8, "float8_e4m3fn", "fp8_e4m3_t", ("fp8_e4m3fn", "float8_e4m3"), ("fp8", "float8"),
             wire="fp8", torch_computes=False,
             exponent_bits=4, mantissa_bits=3, infinity=None, nan=0x7F, ptx="e4m3", paired_from=89,
         ),
         Float(
-            "fp8_e5m2", 8, "float8_e5m2", "fp8_e5m2_t", "F8_E5M2", torch_computes=False,
+            "fp8_e5m2", 8, "float8_e5m2", "fp8_e5m2_t", torch_computes=False,
             exponent_bits=5, mantissa_bits=2, infinity=0x7C, nan=0x7F, ptx="e5m2", paired_from=89,
         ),
-        Dtype("int32", 32, "int32", "int32_t", "I32"),
-        Dtype("int64", 64, "int64", "int64_t", "I64"),
+        Dtype("int32", 32, "int32", "int32_t"),
+        Dtype("int64", 64, "int64", "int64_t"),
     )
 }  # fmt: skip
 FLOATS: dict[str, Float] = {name: d for name, d in DTYPES.items() if isinstance(d, Float)}

@@ -102,7 +102,7 @@ def test_facts_of_formats_equal_those_of_torch(form: Float) -> None:
 
 def test_one_entry_names_a_format_everywhere() -> None:
     assert set(TABLE_DTYPES) <= FLOATS.keys() and WIRE.keys() == set(WIRE_FORMATS)
-    for what in ("name", "torch_name", "c_type", "safetensors"):
+    for what in ("name", "torch_name", "c_type"):
         assert len({getattr(dtype, what) for dtype in DTYPES.values()}) == len(DTYPES), what
     spellings = [spelling for dtype in DTYPES.values() for spelling in (*dtype.spellings, *dtype.slips)]
     assert len({spelling.lower() for spelling in spellings}) == len(set(spellings))

@@ -105,9 +105,6 @@ class SimtKernelInfo(ctypes.Structure):
     )
 
 
-STRUCTURES = (SimtRegion, SimtLaunch, SimtPlace, SimtReport, SimtTraffic, SimtCounters, SimtKernelInfo)
-
-
 @dataclass(frozen=True)
 class Region:
     """Memory that kernels may access. `defined` is the address of an array that has for each byte of the region one

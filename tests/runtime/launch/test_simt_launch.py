@@ -27,8 +27,9 @@ from embforge.collection import EmbeddingCollection
 from embforge.inputs import Batch
 from embforge.launch.metadata import metadata_of
 from embforge.launch.reference import forward as reference
+from embforge.launch.simt import abi
 from embforge.launch.simt import report as simt_report
-from embforge.launch.simt.abi import ABI, BUG, COUNT, DONE, STRUCTURES, Region, load_image
+from embforge.launch.simt.abi import ABI, BUG, COUNT, DONE, Region, load_image
 from embforge.launch.simt.counters import KernelCounters, Traffic, kind_of, together
 from embforge.launch.simt.forward import SimtForward, SimtOptions
 from embforge.launch.simt.report import bug_of
@@ -49,9 +50,12 @@ PLAN = Plan("forward", "simt", "sm_90", "int64", SPEC, CudaParams())
 def test_structures_are_those_of_the_header(tmp_path: Path) -> None:
     lines = ['#include "abi.h"', "#include <cstddef>", "#include <cstdio>", "int main() {"]
     want = {"SIMT_ABI": ABI, "SIMT_COUNT": COUNT}
+    of_module = [each for each in vars(abi).values() if isinstance(each, type)]
+    structures = [each for each in of_module if issubclass(each, ctypes.Structure)]
+    assert len(structures) == 7
     for name in want:
         lines.append(f'    std::printf("{name} %zu\\n", static_cast<size_t>({name}));')
-    for structure in STRUCTURES:
+    for structure in structures:
         name = structure.__name__
         want[name] = ctypes.sizeof(structure)
         lines.append(f'    std::printf("{name} %zu\\n", sizeof({name}));')

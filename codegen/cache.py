@@ -235,12 +235,12 @@ def _private_dir() -> Path:
     owner = os.getuid() if hasattr(os, "getuid") else None
     directory = Path(tempfile.gettempdir()) / f"embforge-{'user' if owner is None else owner}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise CacheError(f"{directory} is not a directory; set EMBFORGE_CACHE_DIR to a directory of your own")
-    if owner is not None and (found.st_uid != owner or found.st_mode & 0o077):
+    if owner is not None and (status.st_uid != owner or status.st_mode & 0o077):
         raise CacheError(
-            f"{directory} belongs to user {found.st_uid} with permissions {stat.S_IMODE(found.st_mode):04o}: anyone "
+            f"{directory} belongs to user {status.st_uid} with permissions {stat.S_IMODE(status.st_mode):04o}: anyone "
             "who can write there could make this process run other code; set EMBFORGE_CACHE_DIR to a directory of your "
             "own"
         )

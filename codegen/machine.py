@@ -64,13 +64,13 @@ def find_compiler(command: str | None = None) -> Compiler:
     """
     wanted = command or os.environ.get("CXX")
     commands = [_words(wanted)] if wanted else [(name,) for name in COMPILERS]
-    found = next(((path, *rest) for name, *rest in commands if (path := shutil.which(name))), None)
-    if found is None:
+    words = next(((path, *rest) for name, *rest in commands if (path := shutil.which(name))), None)
+    if words is None:
         raise ToolchainError(
             f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found; install one (Debian: apt install g++; "
             "macOS: xcode-select --install), or point CXX to one, or use backend='reference'"
         )
-    return Compiler(found[0], _first_line(found), found)
+    return Compiler(words[0], _first_line(words), words)
 
 
 def package_version(name: str) -> str | None:

@@ -147,11 +147,11 @@ def find_kernel(directory: Path, plan: KernelPlan, code: str) -> dict[str, Any] 
         )
     binary = directory / record["binary"]
     try:
-        found = sha256_of(read_file(binary, MOST_BYTES))
+        digest = sha256_of(read_file(binary, MOST_BYTES))
     except (FileNotFoundError, DocumentError) as error:
         reason = "No such file" if isinstance(error, FileNotFoundError) else error
         raise MissingKernelError(f"kernel {plan.uri}: {binary} cannot be read ({reason}); {remedy}") from None
-    if found != record["binary_sha256"]:
+    if digest != record["binary_sha256"]:
         raise MissingKernelError(f"kernel {plan.uri}: {binary} is not what its manifest says; {remedy}")
     return record
 
@@ -209,8 +209,8 @@ def _arguments(plan: KernelPlan) -> list[str]:
 def _headline(resources: list[dict[str, Any]]) -> dict[str, Any]:
     # The worst figures of any symbol: most registers, spills and shared memory, least occupancy and bytes.
     worst = {"occupancy": min, "bytes_in_flight": min}
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name in HEADLINE:
         values = [r[name] for r in resources if r.get(name) is not None]
-        found[name] = worst.get(name, max)(values) if values else None
-    return found
+        figures[name] = worst.get(name, max)(values) if values else None
+    return figures

@@ -213,8 +213,8 @@ def selections_of(poolings: Iterable[Pooling]) -> tuple[Combiner, ...]:
     """The combiners of these poolings that select, in the order of `COMBINERS`. If there are none, the first one that
     selects, because code that decides at run time whether to select needs an order even then."""
     used = {pooling.combiner for pooling in poolings}
-    found = tuple(combiner for combiner in SELECTING.values() if combiner in used)
-    return found or tuple(SELECTING.values())[:1]
+    selecting = tuple(combiner for combiner in SELECTING.values() if combiner in used)
+    return selecting or tuple(SELECTING.values())[:1]
 
 
 EACH_ROW: PoolingName = "none"
@@ -226,8 +226,8 @@ MEANINGS = f"How a bag's rows are combined: {'; '.join(pooling.meaning for pooli
 
 def pooling_named(name: str) -> Pooling:
     """The pooling of that name; `SpecError` lists the names that exist."""
-    found = POOLINGS.get(name)
-    if found is None:
+    pooling = POOLINGS.get(name)
+    if pooling is None:
         hint = did_you_mean(name, list(POOLINGS), SYNONYMS)
         raise SpecError(f"pooling {name!r} is not known{hint}; allowed: {', '.join(POOLINGS)}", field="pooling")
-    return found
+    return pooling

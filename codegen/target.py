@@ -80,7 +80,7 @@ TUNED = tuple(target.name for target in TARGETS.values() if target.hardware is n
 
 def target_named(name: str) -> Target:
     """The target of that name, or the reference; `PlanError` lists the names that are allowed."""
-    found = BACKENDS.get(name)
-    if found is None:
+    target = BACKENDS.get(name)
+    if target is None:
         raise PlanError(f"target {name!r} is not known; allowed: {', '.join(BACKENDS)}")
-    return found
+    return target

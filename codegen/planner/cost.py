@@ -308,16 +308,16 @@ class Loads:
             self["columns"] > 0
         )
         asked = np.where(requests, self["requested"], 0.0)
-        found = {
+        by_counter = {
             "header": header_bytes(self["streams"] + self["requestable"], self.costs.num_remapped),
             "ids": id_bytes(self["ids"], samples, self["pooled"], self["weighted"], wide, asked),
             "vectors": np.where(requests, self["requested_bytes"] + self["vector_rows"], self._all_vectors),
         }
         if step.update is not None:
-            found["gradients"] = vector_bytes(self["gradient_row"], samples, self["gradient_rows"])
+            by_counter["gradients"] = vector_bytes(self["gradient_row"], samples, self["gradient_rows"])
             if wire.weight_gradients:
-                found["weight_gradients"] = 4 * self["weighted"]
-        return found
+                by_counter["weight_gradients"] = 4 * self["weighted"]
+        return by_counter
 
     @property
     def _all_vectors(self) -> Floats:
@@ -331,10 +331,10 @@ class Loads:
         others, nodes = topology.ranks_per_node - 1, topology.nodes
         inside = self.total("inside_row") * (step.batch_size * nodes * others)
         rail = step.batch_size * (nodes - 1)
-        found = {"node_vectors": inside, "rail_vectors": self.total("rail_vector_row") * rail}
+        by_counter = {"node_vectors": inside, "rail_vectors": self.total("rail_vector_row") * rail}
         if step.update is not None:
-            found |= {"rail_gradients": self.total("rail_gradient_row") * rail, "node_gradients": inside}
-        return found
+            by_counter |= {"rail_gradients": self.total("rail_gradient_row") * rail, "node_gradients": inside}
+        return by_counter
 
     def buffers(self) -> Floats:
         """Bytes of a rank in addition to rows and states: what it sends and receives, the next batch's ids, its
@@ -346,8 +346,8 @@ class Loads:
         passes = 1 if step.update is None else 2
         apart = passes * (2 * n * step.batch_size * self.total("inside_row") + self.costs.result_bytes)
         apart += self.costs.remap_bytes
-        found: Floats = moved.sum(axis=-1, keepdims=True) + n * (moved + SORT_BYTES * self["ids"]) + apart
-        return found
+        total: Floats = moved.sum(axis=-1, keepdims=True) + n * (moved + SORT_BYTES * self["ids"]) + apart
+        return total
 
     def memory(self) -> Floats:
         """Bytes that every rank needs: rows, states and buffers."""
@@ -359,7 +359,7 @@ class Loads:
         between = self.to_owner()
         spent = dict(zip(between, _exchanges(np.stack(list(between.values())), topology), strict=True))
         nothing = np.zeros_like(self["read"])
-        found = {
+        seconds = {
             "ids": spent["header"] + spent["ids"],
             "lookup": self["read"] / topology.lookup_bandwidth + LOOKUP_LAUNCHES * topology.launch,
             "vectors": spent["vectors"] + self._by_nodes("vectors"),
@@ -368,14 +368,14 @@ class Loads:
             "replicas": nothing,
         }
         if step.update is not None:
-            found["gradients"] = spent["gradients"] + spent.get("weight_gradients", 0.0) + self._by_nodes("gradients")
-            found["update"] = self["updated"] / topology.update_bandwidth + UPDATE_LAUNCHES * topology.launch
+            seconds["gradients"] = spent["gradients"] + spent.get("weight_gradients", 0.0) + self._by_nodes("gradients")
+            seconds["update"] = self["updated"] / topology.update_bandwidth + UPDATE_LAUNCHES * topology.launch
             if self["norms"].any():
                 slowest = topology.rail if topology.nodes > 1 else topology.node_link
                 asked = self["norms"].any(axis=-1, keepdims=True)
-                found["update"] += asked * slowest.latency + self["norms"] / slowest.bandwidth
-            found["replicas"] = nothing + _all_reduce(self.total("replicas"), topology)
-        return found
+                seconds["update"] += asked * slowest.latency + self["norms"] / slowest.bandwidth
+            seconds["replicas"] = nothing + _all_reduce(self.total("replicas"), topology)
+        return seconds
 
     def _by_nodes(self, what: str) -> Any:
         topology, bytes_ = self.costs.topology, self.hierarchical()

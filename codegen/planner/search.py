@@ -164,9 +164,9 @@ class _Search:
     def _bytes(self, table: TableSpec) -> float:
         return float(table.num_embeddings * sum(row_of(table.embedding_dim, table.dtype, self.costs.step.update)))
 
-    def _take(self, table: TableSpec, found: _Try) -> None:
-        self.taken[table.name] = found
-        self.loads.add(found.share)
+    def _take(self, table: TableSpec, choice: _Try) -> None:
+        self.taken[table.name] = choice
+        self.loads.add(choice.share)
 
     def _best(self, table: TableSpec, old: _Try | None = None) -> _Try | None:
         tries = self._tries(table, old)

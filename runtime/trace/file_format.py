@@ -226,8 +226,8 @@ def _header(path: Path, text: NDArray[Any]) -> dict[str, Any]:
     except ValueError as error:
         raise _error(path, f"is not a trace: its header cannot be read ({error})") from error
     if not isinstance(header, dict) or header.get("schema") != TRACE_SCHEMA:
-        found = header.get("schema") if isinstance(header, dict) else None
-        raise _error(path, f"has schema {shown(found)}; this embforge reads {TRACE_SCHEMA}")
+        schema = header.get("schema") if isinstance(header, dict) else None
+        raise _error(path, f"has schema {shown(schema)}; this embforge reads {TRACE_SCHEMA}")
     features, rows, shape = (header.get(name) for name in ("features", "rows", "shape"))
     if not (_is_list_of(features, str) and _is_list_of(rows, int) and isinstance(shape, str)):
         raise _error(path, "is damaged: its header lacks features, rows or shape")

@@ -62,12 +62,12 @@ class Builder:
         It raises problems that are not the plan's fault, such as `ToolchainError` or a full disk.
         """
         try:
-            found = self._results.get(timeout=timeout)
+            result = self._results.get(timeout=timeout)
         except queue.Empty:
             return None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -129,10 +129,10 @@ def repeats_of(
 ) -> list[int]:
     """Warms up all runs; returns how many calls a sample of each needs."""
     rotation = rotation or Rotation(len(prepared[0]))
-    found = []
+    counts = []
     for run, own in zip(runs, prepared, strict=True):
-        found.append(timer.repeats_for(run, [own[index] for index in rotation.take(WARM_UP_CALLS)]))
-    return found
+        counts.append(timer.repeats_for(run, [own[index] for index in rotation.take(WARM_UP_CALLS)]))
+    return counts
 
 
 def _round(

@@ -133,12 +133,12 @@ class CudaTimer:
 
 def cpu_cache_bytes() -> int:
     """The size of all second and third level caches of the machine together, each counted once."""
-    found: dict[tuple[str, str], int] = {}
+    sizes: dict[tuple[str, str], int] = {}
     for cache in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         level, shared, size = (_text(cache / name) for name in ("level", "shared_cpu_list", "size"))
         if level in ("2", "3") and shared and size:
-            found[level, shared] = parse_bytes(size)
-    return sum(found.values()) or USUAL_CACHE_BYTES
+            sizes[level, shared] = parse_bytes(size)
+    return sum(sizes.values()) or USUAL_CACHE_BYTES
 
 
 def gpu_clocks(index: int) -> dict[str, int | None]:

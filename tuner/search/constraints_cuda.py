@@ -46,20 +46,20 @@ def forward_rules(context: Context) -> Rules:
         return mapping(params) is None
 
     def refuses_blocks(params: CudaParams) -> bool:
-        found = mapping(params)
-        assert found is not None
+        mapped = mapping(params)
+        assert mapped is not None
         return any(
             (shared + arch.shared_reserved) * _blocks(context, params, members[0].wide) > arch.shared_bytes
-            for members, shared in zip(found.classes, found.shared, strict=True)
+            for members, shared in zip(mapped.classes, mapped.shared, strict=True)
         )
 
     def work(params: CudaParams) -> Hashable:
-        found = mapping(params)
-        assert found is not None
-        ordinary = not all(members[0].wide for members in found.classes)
-        splits = any(g.pooled for members in found.classes for g in members) and _may_be_long(context)
+        mapped = mapping(params)
+        assert mapped is not None
+        ordinary = not all(members[0].wide for members in mapped.classes)
+        splits = any(g.pooled for members in mapped.classes for g in members) and _may_be_long(context)
         return (
-            found.key,
+            mapped.key,
             _blocks(context, params, wide=False) if ordinary else None,
             params.cache_hint,
             params.long_bag if splits else None,
@@ -123,7 +123,7 @@ def _mappings(context: Context) -> Callable[[CudaParams], _Mapping | None]:
     longs: dict[tuple[int, int, int], Hashable] = {}  # all that they depend on: ids and bags staged change no lanes
 
     @cache
-    def found(
+    def mapping_of(
         block: int, rows: int, vector_bytes: int, id_tile: int, bags_per_block: int, interleave: int
     ) -> _Mapping | None:
         params = CudaParams(
@@ -145,13 +145,13 @@ def _mappings(context: Context) -> Callable[[CudaParams], _Mapping | None]:
         key = tuple(_bucket_numbers(g) for g in geometry), longs[block, rows, vector_bytes]
         return _Mapping(classes, key, tuple(shared_bytes(plan, members) for members in classes))
 
-    return lambda p: found(p.block, p.pipeline[0], p.vector_bytes, p.id_tile, p.bags_per_block, p.interleave)
+    return lambda p: mapping_of(p.block, p.pipeline[0], p.vector_bytes, p.id_tile, p.bags_per_block, p.interleave)
 
 
 def _pipeline(rows: int) -> tuple[int, int]:
     """Some choice of `pipeline` with this number of rows in flight."""
-    found: tuple[int, int] = next(pipeline for pipeline in CHOICES["pipeline"] if pipeline[0] == rows)
-    return found
+    pipeline: tuple[int, int] = next(choice for choice in CHOICES["pipeline"] if choice[0] == rows)
+    return pipeline
 
 
 def _bucket_numbers(g: BucketGeometry) -> tuple[int, ...]:
@@ -160,10 +160,10 @@ def _bucket_numbers(g: BucketGeometry) -> tuple[int, ...]:
     return tuple(getattr(g, f.name) for f in fields(g) if f.name not in unused)
 
 
-def _long_numbers(found: LongGeometry) -> Hashable:
+def _long_numbers(geometry: LongGeometry) -> Hashable:
     """The facts about long bags in the source of a lookup; none if no bucket is pooled."""
-    kinds = tuple((kind.name, kind.rows) for kind in found.kinds)
-    return (kinds, found.chunks, found.pitch, found.parts, found.shared) if kinds else None
+    kinds = tuple((kind.name, kind.rows) for kind in geometry.kinds)
+    return (kinds, geometry.chunks, geometry.pitch, geometry.parts, geometry.shared) if kinds else None
 
 
 def _row_numbers(b: RowBucket) -> tuple[Hashable, ...]:

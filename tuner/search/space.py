@@ -136,11 +136,11 @@ def covering_points(space: Space) -> tuple[Params, ...]:
         name: [choices[code] for code in np.unique(column)]
         for (name, choices), column in zip(space.fields.items(), codes.T, strict=True)
     }
-    found: dict[Params, None] = {}
+    points: dict[Params, None] = {}
     for row in covering(used):
         wanted = [choices.index(row[name]) for name, choices in space.fields.items()]
-        found[space.points[int((codes == wanted).sum(1).argmax())]] = None
-    return tuple(found)
+        points[space.points[int((codes == wanted).sum(1).argmax())]] = None
+    return tuple(points)
 
 
 def alike(params: Params, other: Params) -> int:
@@ -155,14 +155,14 @@ def encode(params: Params) -> dict[str, int | str]:
 
 def decode(space: Space, values: Mapping[str, int | str]) -> Params:
     """The point with these values. `PlanError` for a field or a value that the space does not have."""
-    found = {}
+    chosen = {}
     for name, value in values.items():
         _check("name", name, tuple(space.fields))
         by_text = {_plain(choice): choice for choice in space.fields[name]}
         if value not in by_text:
             raise PlanError(f"plan field {name}={value!r} is not allowed; allowed: {', '.join(map(str, by_text))}")
-        found[name] = by_text[value]
-    return params_type(space.target, space.op)(**found)
+        chosen[name] = by_text[value]
+    return params_type(space.target, space.op)(**chosen)
 
 
 def resource_problem(plan: Plan, resources: Iterable[Mapping[str, Any]]) -> str | None:

@@ -139,14 +139,14 @@ def _disturbed(floor: float, others: float) -> str:
 
 
 def _why(gain: Gain, floor: float, p: float, slower: list[str], gains: Mapping[str, Gain], disturbed: str) -> str:
-    found = f"{gain.median:.3f}x the default (95 %: {gain.low:.3f} to {gain.high:.3f})"
+    gained = f"{gain.median:.3f}x the default (95 %: {gain.low:.3f} to {gain.high:.3f})"
     if disturbed:
         return f"the default stays: {disturbed}, so the finals say nothing; tune again on a quieter machine"
     if gain.median <= 1 + floor:
-        return f"the default stays: the best candidate is {found}, which is not above the noise floor of {floor:.1%}"
+        return f"the default stays: the best candidate is {gained}, which is not above the noise floor of {floor:.1%}"
     if p >= ALPHA:
-        return f"the default stays: the best candidate is {found}, but by chance with p={p:.2g} (allowed: {ALPHA:g})"
+        return f"the default stays: the best candidate is {gained}, but by chance with p={p:.2g} (allowed: {ALPHA:g})"
     if slower:
         worst = min(slower, key=lambda w: gains[w].median)
-        return f"the default stays: the best candidate is {found}, but {gains[worst].median:.3f}x on {worst}"
-    return f"{found}, above the noise floor of {floor:.1%}, p={p:.2g}"
+        return f"the default stays: the best candidate is {gained}, but {gains[worst].median:.3f}x on {worst}"
+    return f"{gained}, above the noise floor of {floor:.1%}, p={p:.2g}"

@@ -186,5 +186,5 @@ class _Points:
 def _kernel(a: NDArray[np.int16], b: NDArray[np.int16]) -> NDArray[np.float64]:
     """Ridge regression on a weight a choice and a weight a pair of choices, without writing the weights out."""
     alike = (a[:, None, :] == b[None, :, :]).sum(2).astype(np.float64)
-    found: NDArray[np.float64] = (alike + PAIR_WEIGHT * alike * (alike - 1) / 2) / a.shape[1]
-    return found
+    kernel: NDArray[np.float64] = (alike + PAIR_WEIGHT * alike * (alike - 1) / 2) / a.shape[1]
+    return kernel

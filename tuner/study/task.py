@@ -86,16 +86,16 @@ class Task:
 
     def seeds(self) -> list[Params]:
         """Points to try first: the baseline or the default, the stores' nearest results, the best of an estimate."""
-        found = [self.baseline or self.default]
+        points = [self.baseline or self.default]
         for workload in self.workloads:
             numbers = self.key(workload).traffic
             known: dict[str, Any] = {"rule": self.rule, "id_dtype": self.id_dtype, "cache": self.cache}
             choice = choose(self.op, self.target, self.spec, self.hardware, traffic=numbers, **known)
             if choice.record is not None:
-                found.append(choice.params)
+                points.append(choice.params)
         if target_named(self.target).needs_gpu:  # what was estimated without a GPU
-            found += load_seeds(self.op, self.arch, self.spec, self.update, count=ESTIMATED_FIRST)
-        return list(dict.fromkeys(settle(self.space, params) for params in found))
+            points += load_seeds(self.op, self.arch, self.spec, self.update, count=ESTIMATED_FIRST)
+        return list(dict.fromkeys(settle(self.space, params) for params in points))
 
     @cached_property
     def name(self) -> str:

@@ -86,12 +86,12 @@ class Trials:
 
     def outcomes(self) -> dict[int, tuple[Params, Outcome]]:
         """The outcomes of all finished trials, by number."""
-        found = {}
+        by_number = {}
         for trial in self._read():
             tried = self._tried(trial)
             if tried is not None and trial.state.is_finished():
-                found[trial.number] = (tried.params, from_data(trial.user_attrs["outcome"]))
-        return found
+                by_number[trial.number] = (tried.params, from_data(trial.user_attrs["outcome"]))
+        return by_number
 
     def take(self, sampler: Sampler) -> Held | None:
         """A trial to work on: one that another process left, or a new one. None if every point is taken."""
@@ -158,10 +158,10 @@ class Trials:
     def _tried(self, trial: FrozenTrial) -> Tried | None:
         """None for a duplicate, and for a trial that another program made."""
         if trial.number not in self._finished:
-            found = self._decoded(trial)
+            decoded = self._decoded(trial)
             if not trial.state.is_finished():
-                return found
-            self._finished[trial.number] = found
+                return decoded
+            self._finished[trial.number] = decoded
         return self._finished[trial.number]
 
     def _decoded(self, trial: FrozenTrial) -> Tried | None:

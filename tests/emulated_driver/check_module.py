@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import embforge as ef
-from embforge import collection, id_resolution
+from embforge import id_resolution, lookups
 from embforge.verify.cases import Case, draw_batch
 from emulated_driver import control
 from emulated_driver.trained import SPEC
@@ -55,7 +55,7 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How a call is made: as in plain eager code, or through the operator, as if a part of torch must see it."""
     if request.param == "operator":
-        for module in (collection, id_resolution):
+        for module in (lookups, id_resolution):
             monkeypatch.setattr(module, "must_dispatch", lambda values: True)
 
 

@@ -39,6 +39,8 @@ class Table(Protocol):
     """With a fused optimizer: whether a backward updates the table."""
     remap: Remap | None
     """The row of each id; None where ids are rows."""
+    _parameters: dict[str, Any]
+    """torch's, of which nn.Module makes `weight` if it is a parameter."""
 
     @property
     def block(self) -> Tensor:
@@ -107,7 +109,7 @@ def weights_of(tables: Iterable[Table], fused: bool) -> list[Tensor]:
     try:
         if fused:
             return [table.__dict__["weight"] for table in tables]
-        return [table.__dict__["_parameters"]["weight"] for table in tables]
+        return [table._parameters["weight"] for table in tables]
     except KeyError:
         return [table.weight for table in tables]
 

@@ -49,7 +49,7 @@ class ResolveStep:
     widens: bool
     """Whether rows may need int64 although ids are int32."""
     _cached: list[_CachedMetadata] = field(default_factory=list, compare=False, repr=False)
-    """Of the last call; empty before the first."""
+    """The metadata of the last call; empty before the first call."""
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with rows in the place of ids. RuntimeError if a remap has no entries yet.

@@ -18,7 +18,7 @@ Duplicates = Literal["merge", "keep"]
 Pools = Literal["all", "different"]
 HEADER_WORDS = 8
 SCALE_BYTES = 4
-"""Of the fp32 number that packed ones are multiplied by."""
+"""The size of the fp32 number that packed numbers are multiplied by."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class ModuleCase:
     optimizer: Any = None
     ids: torch.dtype = torch.int64
     options: tuple[tuple[str, Any], ...] = ()
-    """Of the module."""
+    """The options of the module."""
     kinds: tuple[Kind, ...] = KINDS
 
     def module(self, backend: Any, **more: Any) -> ef.EmbeddingCollection:

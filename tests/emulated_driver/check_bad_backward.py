@@ -200,4 +200,4 @@ def test_a_kernel_that_is_refused_changes_nothing(backward: Any, monkeypatch: py
 
 
 PARTS = ("before_sort", "before_sum", "before_rows", "levels")
-"""Of the launches of a call."""
+"""The launches of a call."""

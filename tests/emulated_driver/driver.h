@@ -148,7 +148,7 @@ private:
     emulated::Call call_(emulated::Call::needs);     \
     if (call_.error != CUDA_SUCCESS) return call_.error
 
-// Of this thread; null without one.
+// The context of this thread; null if it has none.
 Context* current();
 
 // Null for a handle that names no stream. The default streams are those of the current context.

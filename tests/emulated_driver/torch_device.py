@@ -33,7 +33,7 @@ REPLACED = (
     *("Event", "current_device", "current_stream", "device", "get_device_capability", "get_device_properties"),
     *("is_available", "is_current_stream_capturing", "synchronize"),
 )
-"""Of `torch.cuda`."""
+"""The functions of `torch.cuda` that are replaced."""
 FACTORIES = (torch.empty, torch.zeros, torch.tensor, torch.full, torch.ones, torch.arange, torch.empty_like)
 MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 READS = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.numpy)

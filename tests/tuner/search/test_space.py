@@ -240,7 +240,7 @@ def test_settling_a_point_gives_its_stand_in(target: str, rule: str | None) -> N
 
 
 def test_an_idle_field_keeps_its_default() -> None:
-    """Of points that differ in an idle field only, the one with its default stays, so stored plans read like it."""
+    """If points differ in an idle field only, the one with its default is kept, so that stored plans have it."""
     space = made("cpu", "cached")
     assert {p.prefetch_bytes for p in space.points if isinstance(p, CpuParams)} == {CpuParams().prefetch_bytes}
     assert {p.prefetch_level for p in space.points if isinstance(p, CpuParams)} == {CpuParams().prefetch_level}

@@ -84,7 +84,7 @@ class Replicas:
         reduced = run_reduce_kernel(
             self.module.programs[batch.values.dtype].reduce, self.module.table_memory(), batch, gradients
         )
-        self.module.trainer.waiting.append(Pass(reduced, []))
+        self.module.trainer.keep(Pass(reduced, []))
 
     def weight_gradient(
         self, distributed: Distributed, kept: KeptReplicas, grad: Tensor, sequences: dict[int, Tensor | None]

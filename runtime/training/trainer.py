@@ -224,11 +224,15 @@ class Trainer:
 
         Returns the verdict that a loss scaler reads: infinity if the gradients must not be used, or 0.
         """
-        assert self.numbers is not None
         verdicts = [pending.verdict_of(gradients, reduced)] if self.scales else []
-        with self.numbers.lock:
-            self.waiting.append(pending.Pass(reduced, verdicts))
+        self.keep(pending.Pass(reduced, verdicts))
         return verdicts[0] if verdicts else torch.zeros(1, dtype=torch.float32, device=gradients.pooled.device)
+
+    def keep(self, gradients: pending.Pass) -> None:
+        """Keeps gradients until `step`, which may run in another thread."""
+        assert self.numbers is not None
+        with self.numbers.lock:
+            self.waiting.append(gradients)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "scaler": None, "waiting": []}

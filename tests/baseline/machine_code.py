@@ -1,7 +1,8 @@
 """Digests of machine code: what a processor executes and reads counts, names and comments do not.
 
 Symbol names, line information and addresses of whole sections are left out, so renaming a kernel, a table or a C++
-function and rewriting comments keep a digest; any other instruction, register count or constant changes it.
+function and rewriting comments keep a digest; any other instruction or constant changes it. So does another register
+count of a cubin for sm_75; newer ones keep the count in `.nv.info`, which is not read yet.
 """
 
 from __future__ import annotations

@@ -113,9 +113,14 @@ def _parsed(text: str, parse: Callable[[str], Any], language: str) -> Any:
     except (ValueError, OverflowError) as error:
         line, message = _line_of(error, text), str(error)
         place = "" if line is None or re.search(r"line \d", message) else f" in line {line}"
-        raise DocumentError(f"it is not {language}: {message}{place}", line) from None
+        raise DocumentError(f"it is not {language}: {_cut(message)}{place}", line) from None
     _check(data)
     return data
+
+
+def _cut(message: str) -> str:
+    """A parser's message, cut in its middle if it is long: it may quote a key of any length; its end has the place."""
+    return message if len(message) <= 3 * MOST_SHOWN else f"{message[:MOST_SHOWN]} ... {message[-MOST_SHOWN:]}"
 
 
 def _line_of(error: Exception, text: str) -> int | None:

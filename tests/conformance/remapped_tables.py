@@ -31,6 +31,7 @@ AFTERWARDS = "makes ids wrong after the lookup: the backward has rows of its own
 BEYOND = {
     "test_remapped.py": "is about remapped tables",
     "test_remapped_suites.py": "starts this",
+    "test_unknown_entries.py": "is about remapped tables",
     "test_bits.py": NO_MODULE,
     "test_stages.py": NO_MODULE,
     "test_module.py::test_a_state_dict_restores_all_tables": ENTRIES,

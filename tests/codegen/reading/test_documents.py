@@ -216,3 +216,11 @@ def test_values_are_shown_in_few_words() -> None:
     assert shown("a") == "'a'"
     assert shown("a" * 1000) == "'" + "a" * 76 + "..."
     assert shown(10**5000) == "an integer of 16610 bits"
+
+
+def test_a_parsers_error_about_a_long_key_is_short_and_has_the_line() -> None:
+    key = "9" * 5000
+    with pytest.raises(DocumentError, match=r"Cannot declare .* \.\.\. .*twice \(at line 2, column") as caught:
+        parse_toml(f"[[{key}]]\n[{key}]\n")
+    assert len(str(caught.value)) < 250
+    assert caught.value.line == 2
